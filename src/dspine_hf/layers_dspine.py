@@ -1,0 +1,104 @@
+"""The drafter's layers: Qwen3-style attention and SwiGLU, and the gated adjacent injection (DESIGN.md section 1)."""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
+
+from .configuration_dspine import DSpineConfig
+from .ops_dspine import gated_write, predicted_feature, shifted_messages
+
+
+class DSpineAttention(nn.Module):
+    """Grouped-query attention with q/k norm and rotary positions; the block sees the context and all of itself."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        d, hd, bias = config.hidden_size, config.head_dim, config.attention_bias
+        self.head_dim = hd
+        self.groups = config.num_attention_heads // config.num_key_value_heads
+        self.q_proj = nn.Linear(d, config.num_attention_heads * hd, bias=bias)
+        self.k_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=bias)
+        self.v_proj = nn.Linear(d, config.num_key_value_heads * hd, bias=bias)
+        self.o_proj = nn.Linear(config.num_attention_heads * hd, d, bias=bias)
+        self.q_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
+
+    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Rotated queries: x [batch, rows, d], cos/sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim]."""
+        return _rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+
+    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated keys, and values: each [batch, kv_heads, rows, head_dim]."""
+        keys = _rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Attend: q [batch, heads, rows, head_dim], k/v [batch, kv_heads, keys, head_dim] -> [batch, rows, d]."""
+        if self.groups > 1:
+            k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Apply rotary positions: x [batch, rows, heads, head_dim] -> [batch, heads, rows, head_dim]."""
+    return (x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2)
+
+
+class DSpineInjection(nn.Module):
+    """Gated adjacent injection: each slot's predicted feature is written into its successor."""
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__()
+        d, r = config.hidden_size, config.transfer_rank
+        self.eps = config.rms_norm_eps
+        self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.P = nn.Linear(d, r, bias=False)
+        self.A = nn.Linear(d, r, bias=False)
+        self.B = nn.Linear(r, r, bias=True)
+        self.U = nn.Linear(r, d, bias=False)
+
+    def forward(
+        self, h: torch.Tensor, anchor: torch.Tensor, forced: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write into slots 1..B-1 of h [.., B, d]; anchor is phi(anchor) [.., r].
+
+        forced: messages [.., B-1, r] that replace the predicted ones where they are not NaN.
+        Returns the new h and the features z [.., B-1, r] of slots 1..B-1.
+        """
+        n = self.norm(h[..., 1:, :])
+        z = predicted_feature(n, self.P.weight, self.eps)
+        s = shifted_messages(anchor, z)
+        if forced is not None:
+            s = torch.where(forced.isnan(), s, forced)
+        written = h[..., 1:, :] + self._write(n, s)
+        return torch.cat([h[..., :1, :], written], dim=-2), z
+
+    def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """The write alone: slots h [.., d] that receive the messages s [.., r]; leading dimensions broadcast."""
+        return h + self._write(self.norm(h), s)
+
+    def _write(self, n: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return gated_write(n, s, self.A.weight, self.B.weight, self.B.bias, self.U.weight)
+
+
+class DSpineLayer(nn.Module):
+    """One pre-norm layer: attention, SwiGLU, and the injection where the config places it."""
+
+    def __init__(self, config: DSpineConfig, layer_idx: int):
+        super().__init__()
+        self.inner_write = config.injection_placement == "mlp"
+        self.self_attn = DSpineAttention(config)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.injection = DSpineInjection(config) if config.injects(layer_idx) else None
+
+    def feed_forward(self, h: torch.Tensor) -> torch.Tensor:
+        """The SwiGLU half with its residual."""
+        return h + self.mlp(self.post_attention_layernorm(h))
+
+    def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        """From the state before the write to the layer's output, with the messages s."""
+        return self.feed_forward(self.injection.write(h, s)) if self.inner_write else self.injection.write(h, s)

@@ -1,0 +1,318 @@
+"""DSpineDraftModel: drafts a block of tokens in one pass, conditioning through depth (DESIGN.md section 1)."""
+
+import warnings
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+
+from .cache_dspine import DraftCache
+from .configuration_dspine import DSpineConfig
+from .layers_dspine import DSpineInjection, DSpineLayer
+from .target_dspine import TargetView, embedding_fingerprint, refuse_wrong_shapes, same_fingerprint
+from .transfer_dspine import TransferSpace, TransitionCache
+
+
+@dataclass
+class DSpineOutput:
+    """One pass over blocks.
+
+    Args:
+        hidden: [batch, blocks, B, d], after the last layer and its write, before the final norm.
+        features: z per injected layer, each [batch, blocks, B-1, r] fp32, for slots 1..B-1.
+        rewrite: what [`DSpineDraftModel.rewrite`] needs to do the write again with a decided predecessor.
+    """
+
+    hidden: torch.Tensor
+    features: tuple[torch.Tensor, ...]
+    rewrite: "RewriteState"
+
+
+@dataclass
+class RewriteState:
+    """The states before the write that is done again, and the keys and values that later layers attend to.
+
+    before: [batch, blocks, B-1, d], slots 1..B-1. keys_values: one (K, V) per layer after the rewritten one.
+    rotary: cos and sin of slots 1..B-1, [batch, blocks, B-1, head_dim]. mask: [batch, blocks, B-1, keys] or None.
+    """
+
+    before: torch.Tensor
+    keys_values: list[tuple[torch.Tensor, torch.Tensor]]
+    rotary: tuple[torch.Tensor, torch.Tensor]
+    mask: torch.Tensor | None
+
+
+class DSpinePreTrainedModel(PreTrainedModel):
+    """Initialisation and dtype rules shared by DSpine models."""
+
+    config_class = DSpineConfig
+    config: DSpineConfig
+    base_model_prefix = ""
+    main_input_name = "block_embeds"
+    _no_split_modules = ["DSpineLayer"]
+    _supports_sdpa = True
+    _keep_in_fp32_modules_strict = ["transfer"]
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if isinstance(module, DSpineInjection):
+            init.zeros_(module.U.weight)
+        elif isinstance(module, TransferSpace):
+            init.zeros_(module.W)
+            init.zeros_(module.c)
+        elif isinstance(module, DSpineDraftModel):
+            init.zeros_(module.fingerprint)
+            if module.mask_embedding is not None:
+                init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
+
+
+class DSpineDraftModel(DSpinePreTrainedModel):
+    r"""A DSpine drafter. Load one with `AutoModel.from_pretrained` and pass it as `assistant_model` to `generate()`.
+
+    It holds neither the target's embeddings nor its head: [`DSpineDraftModel.bind_target`] borrows them per call.
+    """
+
+    def __init__(self, config: DSpineConfig):
+        super().__init__(config)
+        d = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList([DSpineLayer(config, i) for i in range(config.num_hidden_layers)])
+        self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
+        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.transfer = TransferSpace(config.transfer_rank, d, config.rms_norm_eps)
+        self.register_buffer("fingerprint", torch.zeros(16, 16))
+        self.mask_embedding = nn.Parameter(torch.empty(d)) if config.mask_token_id is None else None
+        self.generation_config = GenerationConfig()
+        self._warned_targets: weakref.WeakSet = weakref.WeakSet()
+        self.post_init()
+
+    # ---- the target -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def for_target(
+        cls, model: nn.Module, token_weights: torch.Tensor | None = None, **config_overrides: Any
+    ) -> "DSpineDraftModel":
+        """A fresh drafter for `model`: shapes from its config, transfer space and fingerprint from its head.
+
+        Args:
+            model: the target causal LM.
+            token_weights: weight of each token in the transfer space's mean and covariance [V]; None: all alike.
+            config_overrides: any field of [`DSpineConfig`].
+
+        Raises:
+            ValueError: the target has no output embedding, or the config is inconsistent.
+        """
+        head = model.get_output_embeddings()
+        if head is None:
+            raise ValueError(f"{type(model).__name__} has no output embedding; a DSpine drafter needs a causal LM.")
+        config_overrides.setdefault("vocab_size", head.weight.shape[0])
+        config = DSpineConfig.for_target(model.config, **config_overrides)
+        drafter = cls(config)
+        with torch.no_grad():
+            drafter.transfer.fit(head.weight, token_weights)
+            drafter.fingerprint.copy_(embedding_fingerprint(head.weight))
+            if drafter.mask_embedding is not None:
+                mean = model.get_input_embeddings().weight.detach().float().mean(0) * config.embedding_scale
+                drafter.mask_embedding.copy_(mean)
+        return drafter
+
+    def check_target(self, model: nn.Module) -> None:
+        """Raise ValueError unless `model` has this drafter's shapes; warn once if it is another model of those shapes."""
+        refuse_wrong_shapes(self.config, model)
+        if model in self._warned_targets:
+            return
+        found = embedding_fingerprint(model.get_output_embeddings().weight)
+        if not same_fingerprint(self.fingerprint, found):
+            self._warned_targets.add(model)
+            warnings.warn(
+                "this drafter was trained for another target of the same shape: the text stays exact, but few drafts "
+                "will be accepted. Load the drafter that belongs to the target.",
+                stacklevel=2,
+            )
+
+    def bind_target(self, model: nn.Module) -> TargetView:
+        """The target's embedding and head, as this drafter uses them. Nothing of it is stored on the drafter."""
+        return TargetView(model, self.config, self.transfer, self.fc.weight.dtype, self.fc.weight.device)
+
+    # ---- the context ------------------------------------------------------------------------------------------
+
+    def new_cache(self) -> DraftCache:
+        """An empty context cache for one call."""
+        return DraftCache(self.config.num_hidden_layers, self.config.context_window)
+
+    def extend_context(self, cache: DraftCache, features: torch.Tensor, position_ids: torch.Tensor) -> None:
+        """Append verified rows to the context.
+
+        Args:
+            cache: the call's [`DraftCache`].
+            features: the target's hidden states after `target_layer_ids`, concatenated: [batch, rows, len(ids) * d].
+            position_ids: their absolute positions [batch, rows].
+        """
+        context = self.hidden_norm(self.fc(features.to(self.fc.weight.device, self.fc.weight.dtype)))
+        cos, sin = self.rotary_emb(context, position_ids.to(context.device))
+        for i, layer in enumerate(self.layers):
+            cache.append(i, *layer.self_attn.keys_values(context, cos, sin))
+        cache.advance(features.shape[1])
+
+    # ---- the pass ---------------------------------------------------------------------------------------------
+
+    def block_embeds(self, view: TargetView, anchor_ids: torch.Tensor, num_slots: int) -> torch.Tensor:
+        """Slot 0 holds the anchor's embedding, slots 1..num_slots the mask: [.., 1 + num_slots, d] for anchors [..]."""
+        anchor = view.embed(anchor_ids).unsqueeze(-2)
+        if self.mask_embedding is not None:
+            mask = self.mask_embedding.to(anchor.dtype)
+        else:
+            mask = view.embed(torch.tensor(self.config.mask_token_id, device=anchor_ids.device))
+        return torch.cat([anchor, mask.expand(*anchor_ids.shape, num_slots, -1)], dim=-2)
+
+    def forward(
+        self,
+        block_embeds: torch.Tensor,
+        anchor_features: torch.Tensor,
+        position_ids: torch.Tensor,
+        past_key_values: DraftCache,
+        attention_mask: torch.Tensor | None = None,
+        forced_messages: torch.Tensor | list[torch.Tensor | None] | None = None,
+    ) -> DSpineOutput:
+        """Run the backbone over blocks.
+
+        Args:
+            block_embeds: [batch, blocks, B, d], from [`DSpineDraftModel.block_embeds`].
+            anchor_features: phi(anchor) [batch, blocks, r].
+            position_ids: absolute positions of the slots [batch, blocks, B].
+            past_key_values: the context, extended beforehand.
+            attention_mask: bool [batch, blocks * B, context + blocks * B], True where a slot may look;
+                None: everything (right for one block per batch row whose context is whole).
+            forced_messages: messages [batch, blocks, B-1, r] instead of the predicted ones where not NaN, for every
+                layer or as a list with one entry per layer (teacher forcing and the oracle analysis).
+        """
+        batch, blocks, slots, _ = block_embeds.shape
+        cos, sin = self.rotary_emb(block_embeds, position_ids.flatten(1))
+        mask = None if attention_mask is None else attention_mask.unsqueeze(1)
+        first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
+        h, features, state, keys_values = block_embeds, [], None, []
+        for i, layer in enumerate(self.layers):
+            x = layer.input_layernorm(h).flatten(1, 2)
+            k, v = past_key_values.join(i, *layer.self_attn.keys_values(x, cos, sin))
+            if mask is not None and mask.shape[-1] > k.shape[2]:
+                mask = mask[..., -k.shape[2] :]
+            h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask).view_as(h)
+            if not layer.inner_write:
+                h = layer.feed_forward(h)
+            before = h
+            if layer.injection is not None:
+                forced = forced_messages[i] if isinstance(forced_messages, list) else forced_messages
+                h, z = layer.injection(h, anchor_features, forced)
+                features.append(z)
+            if layer.inner_write:
+                h = layer.feed_forward(h)
+            if i == first:
+                state = before[:, :, 1:]
+            elif i > first:
+                keys_values.append((k, v))
+        rotary = tuple(t.unflatten(1, (blocks, slots))[:, :, 1:] for t in (cos, sin))
+        slot_mask = None if mask is None else mask[:, 0].unflatten(1, (blocks, slots))[:, :, 1:]
+        return DSpineOutput(h, tuple(features), RewriteState(state, keys_values, rotary, slot_mask))
+
+    def rewrite(self, state: RewriteState, messages: torch.Tensor, first_slot: int = 1) -> torch.Tensor:
+        """Do the last writes again with decided predecessors (predecessor-conditioned decoding).
+
+        Args:
+            state: `DSpineOutput.rewrite`.
+            messages: phi of the predecessors [batch, blocks, slots, n, r] for slots first_slot.., n alternatives each.
+            first_slot: the slot (from 1) that messages begin with.
+
+        Returns:
+            Normed states [batch, blocks, slots, n, d], ready for the head.
+        """
+        batch, blocks, slots, n, _ = messages.shape
+        pick = slice(first_slot - 1, first_slot - 1 + slots)
+        first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
+        h = self.layers[first].write(state.before[:, :, pick].unsqueeze(3), messages)
+        if state.keys_values:
+            shape = (batch, blocks, slots, n)
+            cos, sin = (t[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3) for t in state.rotary)
+            mask = state.mask
+            if mask is not None:
+                mask = mask[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3).unsqueeze(1)
+            for layer, (k, v) in zip(self.layers[first + 1 :], state.keys_values, strict=True):
+                x = layer.input_layernorm(h).flatten(1, 3)
+                h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask).view_as(h)
+                h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages)
+        return self.norm(h)
+
+    @torch.no_grad()
+    def draft_block(
+        self,
+        view: TargetView,
+        cache: DraftCache,
+        anchor_ids: torch.Tensor,
+        anchor_positions: torch.Tensor,
+        num_slots: int | None = None,
+        attention_mask: torch.Tensor | None = None,
+    ) -> "DraftBlock":
+        """Draft one block per batch row.
+
+        Args:
+            view: the bound target.
+            cache: the context; unchanged by this call.
+            anchor_ids: [batch], the last decided tokens.
+            anchor_positions: [batch], their absolute positions.
+            num_slots: slots to draft, at most B - 1 (the default).
+            attention_mask: bool [batch, context + 1 + num_slots] over context and block, for padded batches.
+        """
+        slots = self.config.num_draft_slots if num_slots is None else min(num_slots, self.config.num_draft_slots)
+        device = self.fc.weight.device
+        anchors = anchor_ids.to(device).view(-1, 1)
+        positions = anchor_positions.to(device).view(-1, 1, 1) + torch.arange(1 + slots, device=device)
+        mask = None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, 1 + slots, -1)
+        anchor_features = view.phi(anchors)
+        out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask)
+        unary, candidates = view.logits(self.norm(out.hidden[:, 0, 1:])).topk(self.config.num_candidates, dim=-1)
+        transitions = None
+        if self.config.selection == "transition":
+            transitions = self._transitions(view, out.rewrite, unary, candidates)
+        return DraftBlock(candidates, unary, transitions, self, view, out)
+
+    def _transitions(
+        self, view: TargetView, state: RewriteState, unary: torch.Tensor, candidates: torch.Tensor
+    ) -> TransitionCache:
+        """Scores of every candidate pair, all slots at once. Slot 1 was written with the anchor: its unary is its score."""
+        pairs = unary.new_zeros(unary.shape[0], 0, unary.shape[2], unary.shape[2])
+        if candidates.shape[1] > 1:
+            hidden = self.rewrite(state, view.phi(candidates[:, :-1]).unsqueeze(1), first_slot=2)[:, 0]
+            pairs = view.row_logits(hidden, candidates[:, 1:])
+        return TransitionCache(unary[:, 0], pairs)
+
+
+@dataclass
+class DraftBlock:
+    """What one draft pass proposes.
+
+    Args:
+        candidates: [batch, slots, K], the top K tokens of each slot's unary logits, best first.
+        unary: [batch, slots, K] fp32, their unary logits.
+        transitions: pair scores, or None when slots are selected independently.
+    """
+
+    candidates: torch.Tensor
+    unary: torch.Tensor
+    transitions: TransitionCache | None
+    _drafter: DSpineDraftModel
+    _view: TargetView
+    _output: DSpineOutput
+
+    def row(self, slot: int, previous_ids: torch.Tensor) -> torch.Tensor:
+        """Full-vocabulary logits [batch, V] of `slot` (from 1) given its decided predecessor [batch]."""
+        if self.transitions is None:
+            return self._view.logits(self._drafter.norm(self._output.hidden[:, 0, slot]))
+        messages = self._view.phi(previous_ids.view(-1, 1, 1, 1))
+        hidden = self._drafter.rewrite(self._output.rewrite, messages, first_slot=slot)
+        return self._view.logits(hidden[:, 0, 0, 0])

@@ -1,0 +1,100 @@
+"""The unified transfer space (PCA-whitened output embeddings) and the transition cache over candidates."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .ops_dspine import rms
+
+
+def fit_whitening(
+    embedding: torch.Tensor, rank: int, token_weights: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fit W and c so that W E[v] + c has zero mean and unit covariance over the vocabulary (DESIGN.md section 1).
+
+    Args:
+        embedding: output embedding E [V, d]; any dtype, computed in fp64.
+        rank: r, how many leading principal directions are kept.
+        token_weights: non-negative weight of each token [V] (e.g. its frequency); None: all alike.
+
+    Returns:
+        W [r, d] and c [r], fp32. The sign of each direction makes its largest component positive.
+
+    Raises:
+        ValueError: negative or all-zero weights, or `rank` above d.
+    """
+    E = embedding.detach().to("cpu", torch.float64)
+    if rank > E.shape[1]:
+        raise ValueError(f"transfer rank {rank} exceeds the embedding width {E.shape[1]}: choose a smaller rank.")
+    w = (
+        torch.ones(E.shape[0], dtype=torch.float64)
+        if token_weights is None
+        else token_weights.to("cpu", torch.float64)
+    )
+    if w.shape != E.shape[:1] or bool((w < 0).any()) or not bool(w.sum() > 0):
+        raise ValueError(f"token_weights must be {E.shape[0]} non-negative numbers with a positive sum.")
+    w = w / w.sum()
+    mu = w @ E
+    centred = E - mu
+    covariance = centred.T @ (centred * w[:, None])
+    values, vectors = torch.linalg.eigh(covariance)
+    values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+    largest = vectors.abs().argmax(dim=0)
+    signs = torch.sign(vectors[largest, torch.arange(rank)])
+    signs[signs == 0] = 1.0
+    floor = values[0].clamp_min(torch.finfo(torch.float64).tiny) * 1e-10
+    W = (vectors * signs).T / values.clamp_min(floor).sqrt()[:, None]
+    return W.float(), (-W @ mu).float()
+
+
+class TransferSpace(nn.Module):
+    """phi(v) = rms(W E[v] + c). W [r, d] and c [r] are fp32 buffers and stay fp32 under any cast of the model."""
+
+    W: torch.Tensor
+    c: torch.Tensor
+
+    def __init__(self, rank: int, hidden_size: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.register_buffer("W", torch.zeros(rank, hidden_size, dtype=torch.float32))
+        self.register_buffer("c", torch.zeros(rank, dtype=torch.float32))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """Features of output-embedding rows: [.., d] -> [.., r], fp32."""
+        return rms(rows.float() @ self.W.T + self.c, self.eps)
+
+    def fit(self, embedding: torch.Tensor, token_weights: torch.Tensor | None = None) -> None:
+        """Fit W and c to a target's output embedding [V, d]; see [`fit_whitening`]."""
+        W, c = fit_whitening(embedding, self.W.shape[0], token_weights)
+        self.W.copy_(W)
+        self.c.copy_(c)
+
+    def _apply(self, fn, recurse=True):
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype != torch.float32 and old.device.type != "meta":
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+@dataclass
+class TransitionCache:
+    """Scores of every candidate given every candidate of the slot before it, for all slots of a block.
+
+    first: [batch, K], slot 1 given the anchor. pairs: [batch, slots - 1, K_prev, K_cur], slots 2.. given their
+    predecessor's candidates. Both fp32 logits.
+    """
+
+    first: torch.Tensor
+    pairs: torch.Tensor
+
+    def scores(self, slot: int, previous: torch.Tensor | None) -> torch.Tensor:
+        """Logits [batch, K] over the candidates of `slot` (from 1), given the index of the chosen predecessor [batch]."""
+        if slot == 1:
+            return self.first
+        rows = self.pairs[:, slot - 2]
+        index = previous.view(-1, 1, 1).expand(-1, 1, rows.shape[-1])
+        return rows.gather(1, index).squeeze(1)
