@@ -1,7 +1,7 @@
 """One draft of DSpine written out in plain loops, one slot and one head at a time: the yardstick for the model.
 
-Nothing here comes from the package. A draft is a function of the drafter's state dict, a few plain numbers, the target's
-embedding and head, the context rows with their positions, and the anchor with its position:
+Nothing here comes from the package. A draft is a function of the drafter's state dict, a few plain numbers, the
+target's embedding and head, the context rows with their positions, and the anchor with its position:
 
     z_t   = rms(P n(h_t))                                      for every slot t = 0..B-1
     s_1   = phi(anchor),  s_t = z_{t-1} for t > 1              phi(v) = rms(W E[v] + c)
@@ -17,7 +17,16 @@ import torch
 from torch import Tensor
 
 TERMS = ("P", "A", "B", "b", "U", "shift", "anchor_phi", "slot_0_untouched")
-DETAILS = ("injection_norm", "gate", "z_norm", "phi_norm", "phi_offset", "decided_predecessor", "bidirectional", "context")
+DETAILS = (
+    "injection_norm",
+    "gate",
+    "z_norm",
+    "phi_norm",
+    "phi_offset",
+    "decided_predecessor",
+    "bidirectional",
+    "context",
+)
 
 
 @dataclass
@@ -34,6 +43,8 @@ class PlainConfig:
     rope: dict = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 10000.0})
     injection: str = "all"
     placement: str = "layer"
+    rewrite_layers: int = 0
+    context_window: int | None = None
     mask_token_id: int | None = None
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -79,32 +90,33 @@ class LoopDraft:
         self.frequencies = rope_frequencies(config.rope, config.head_dim).to(dtype)
 
     def __call__(self, features: Tensor, positions: list[int], anchor: int, anchor_position: int) -> PlainDraft:
-        """features [C, L_taps * d] with their C absolute positions -> the draft of the block that starts at the anchor."""
+        """features [C, taps * d] and their C absolute positions -> the draft of the anchor's block."""
         c = self.config
-        context = [self.norm("hidden_norm", self.w["fc.weight"] @ row) for row in features.to(self.dtype)]
+        seen = 0 if self.without == "context" else min(len(positions), c.context_window or len(positions))
+        first_seen = len(positions) - seen
+        context = [self.norm("hidden_norm", self.w["fc.weight"] @ row) for row in features[first_seen:].to(self.dtype)]
         places = [anchor_position + slot for slot in range(c.block_size)]
         h = [self.embed(anchor)] + [self.mask() for _ in range(1, c.block_size)]
-        outputs, zs = [], []
+        outputs, zs, before_write, memory = [], [], [], []
         for layer in range(c.num_layers):
-            writes = c.injection == "all" or (c.injection == "last" and layer == c.num_layers - 1)
-            attended = self.attention(layer, h, places, context, list(positions))
-            h = [x + y for x, y in zip(h, attended, strict=True)]
+            memory.append(self.keys_values(layer, context, list(positions)[first_seen:], h, places))
+            h = [x + self.attend(layer, x, slot, places[slot], memory[layer]) for slot, x in enumerate(h)]
             if c.placement == "layer":
                 h = [x + self.mlp(layer, x) for x in h]
-            before_write = h
-            z = self.predicted(layer, h) if writes else None
+            before_write.append(h)
+            writes = c.injection == "all" or (c.injection == "last" and layer == c.num_layers - 1)
+            zs.append(self.predicted(layer, h) if writes else None)
             if writes:
-                h = self.write_all(layer, h, z, anchor)
+                h = self.write_all(layer, h, zs[layer], anchor)
             if c.placement == "mlp":
                 h = [x + self.mlp(layer, x) for x in h]
             outputs.append(h)
-            zs.append(z)
         hidden = torch.stack([self.norm("norm", x) for x in h])
         unary = torch.stack([self.logits(x) for x in hidden[1:]])
         candidates = unary.topk(c.num_candidates, dim=-1).indices
         scores = []
         if c.injection != "none":
-            scores = self.transitions(before_write, zs[-1], anchor, candidates)
+            scores = self.transitions(before_write, zs, memory, places, anchor, candidates)
         return PlainDraft(outputs, zs, hidden, unary, candidates, scores, greedy_walk(unary, candidates, scores))
 
     # --- the input block -----------------------------------------------------------------------------------------
@@ -126,27 +138,29 @@ class LoopDraft:
 
     # --- one backbone layer --------------------------------------------------------------------------------------
 
-    def attention(self, layer, h, places, context, positions) -> list[Tensor]:
-        """Every slot sees every context row and the whole block; queries come from the block alone."""
-        c, prefix = self.config, f"layers.{layer}.self_attn"
-        if self.without == "context":
-            context, positions = [], []
-        normed = [self.norm(f"layers.{layer}.input_layernorm", x) for x in h]
-        rows, row_places = context + normed, positions + places
-        keys = [self.heads(f"{prefix}.k_proj", f"{prefix}.k_norm", x, p) for x, p in zip(rows, row_places, strict=True)]
-        values = [self.heads(f"{prefix}.v_proj", None, x, None) for x in rows]
-        out = []
-        for slot, x in enumerate(normed):
-            query = self.heads(f"{prefix}.q_proj", f"{prefix}.q_norm", x, places[slot])
-            visible = len(context) + (len(normed) if self.without != "bidirectional" else slot + 1)
-            mixed = []
-            for head in range(c.num_heads):
-                group = head // (c.num_heads // c.num_kv_heads)
-                logits = [query[head] @ keys[j][group] / math.sqrt(c.head_dim) for j in range(visible)]
-                share = torch.softmax(torch.stack(logits), dim=0)
-                mixed.append(sum(share[j] * values[j][group] for j in range(visible)))
-            out.append(self.w[f"{prefix}.o_proj.weight"] @ torch.cat(mixed))
-        return out
+    def keys_values(self, layer, context, positions, h, places) -> tuple[list, list]:
+        """Keys and values [row][kv_head] of the context rows, then of the block's slots."""
+        prefix = f"layers.{layer}.self_attn"
+        rows = context + [self.norm(f"layers.{layer}.input_layernorm", x) for x in h]
+        keys = [
+            self.heads(f"{prefix}.k_proj", f"{prefix}.k_norm", x, position)
+            for x, position in zip(rows, positions + places, strict=True)
+        ]
+        return keys, [self.heads(f"{prefix}.v_proj", None, x, None) for x in rows]
+
+    def attend(self, layer, x: Tensor, slot: int, place: int, memory) -> Tensor:
+        """One slot looks at every context row and at the whole block."""
+        c, prefix, (keys, values) = self.config, f"layers.{layer}.self_attn", memory
+        normed = self.norm(f"layers.{layer}.input_layernorm", x)
+        query = self.heads(f"{prefix}.q_proj", f"{prefix}.q_norm", normed, place)
+        visible = len(keys) if self.without != "bidirectional" else len(keys) - c.block_size + slot + 1
+        mixed = []
+        for head in range(c.num_heads):
+            group = head // (c.num_heads // c.num_kv_heads)
+            logits = [query[head] @ keys[j][group] / math.sqrt(c.head_dim) for j in range(visible)]
+            share = torch.softmax(torch.stack(logits), dim=0)
+            mixed.append(sum(share[j] * values[j][group] for j in range(visible)))
+        return self.w[f"{prefix}.o_proj.weight"] @ torch.cat(mixed)
 
     def heads(self, projection: str, norm: str | None, x: Tensor, position: int | None) -> list[Tensor]:
         parts = (self.w[f"{projection}.weight"] @ x).split(self.config.head_dim)
@@ -225,22 +239,34 @@ class LoopDraft:
             out = c.logit_softcap * torch.tanh(out / c.logit_softcap)
         return out  # [V]
 
-    def transitions(self, before_write, z, anchor: int, candidates: Tensor) -> list[Tensor]:
+    def transitions(self, before_write, zs, memory, places, anchor: int, candidates: Tensor) -> list[Tensor]:
         """The last write done again with the decided predecessor: one full row per possible predecessor."""
-        last, rows = self.config.num_layers - 1, []
-        s = self.received(z, anchor)
+        rows = []
         for slot in range(1, self.config.block_size):
             known = [anchor] if slot == 1 else candidates[slot - 2].tolist()
+            keeps = self.without == "decided_predecessor" or (slot == 1 and self.without == "anchor_phi")
             slot_rows = []
             for token in known:
-                keep_predicted = self.without == "decided_predecessor" or (slot == 1 and self.without == "anchor_phi")
-                decided = s[slot] if keep_predicted else self.phi(token)
-                x = self.write(last, before_write[slot], decided)
-                if self.config.placement == "mlp":
-                    x = x + self.mlp(last, x)
+                decided = [self.received(z, anchor)[slot] if keeps else self.phi(token) for z in zs if z is not None]
+                x = self.written_again(slot, decided, before_write, memory, places)
                 slot_rows.append(self.logits(self.norm("norm", x)))
             rows.append(torch.stack(slot_rows))
         return rows
+
+    def written_again(self, slot: int, decided: list[Tensor], before_write, memory, places) -> Tensor:
+        """One slot from the first write that is done again to the end; later layers look at the ordinary pass."""
+        c = self.config
+        first = c.num_layers - 1 - c.rewrite_layers
+        x = before_write[first][slot]
+        for layer in range(first, c.num_layers):
+            if layer > first:
+                x = x + self.attend(layer, x, slot, places[slot], memory[layer])
+                if c.placement == "layer":
+                    x = x + self.mlp(layer, x)
+            x = self.write(layer, x, decided[layer - c.num_layers])
+            if c.placement == "mlp":
+                x = x + self.mlp(layer, x)
+        return x
 
 
 def rope_frequencies(rope: dict, head_dim: int) -> Tensor:
@@ -262,7 +288,7 @@ def rope_frequencies(rope: dict, head_dim: int) -> Tensor:
 
 
 def greedy_walk(unary: Tensor, candidates: Tensor, scores: list[Tensor]) -> list[int]:
-    """Left to right: the best candidate of each slot given the one just chosen; without scores, every slot's own best."""
+    """Left to right: the best candidate given the one just chosen; without scores, each slot's own best."""
     if not scores:
         return unary.argmax(dim=-1).tolist()
     walk, previous = [], 0
