@@ -143,9 +143,9 @@ class DSpineDraftModel(DSpinePreTrainedModel):
 
     # ---- the context ------------------------------------------------------------------------------------------
 
-    def new_cache(self) -> DraftCache:
-        """An empty context cache for one call."""
-        return DraftCache(self.config.num_hidden_layers, self.config.context_window)
+    def new_cache(self, **options: Any) -> DraftCache:
+        """An empty context cache for one call; options override [`DraftCache`]'s arguments."""
+        return DraftCache(self.config.num_hidden_layers, **{"window": self.config.context_window, **options})
 
     def extend_context(self, cache: DraftCache, features: torch.Tensor, position_ids: torch.Tensor) -> None:
         """Append verified rows to the context.

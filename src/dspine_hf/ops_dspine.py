@@ -33,8 +33,3 @@ def shifted_messages(anchor: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
     Shapes: anchor [.., r], z [.., B-1, r] (features of slots 1..B-1). Returns [.., B-1, r].
     """
     return torch.cat([anchor.unsqueeze(-2).to(z.dtype), z[..., :-1, :]], dim=-2)
-
-
-def pair_scores(h: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """score(b | a) = E[b] . norm(h(a)) for all pairs. h [.., K_prev, d], rows [.., K_cur, d] -> [.., K_prev, K_cur]."""
-    return torch.matmul(h, rows.transpose(-1, -2))

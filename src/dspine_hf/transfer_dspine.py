@@ -62,7 +62,8 @@ class TransferSpace(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """Features of output-embedding rows: [.., d] -> [.., r], fp32."""
-        return rms(rows.float() @ self.W.T + self.c, self.eps)
+        with torch.autocast(rows.device.type, enabled=False):
+            return rms(rows.float() @ self.W.T + self.c, self.eps)
 
     def fit(self, embedding: torch.Tensor, token_weights: torch.Tensor | None = None) -> None:
         """Fit W and c to a target's output embedding [V, d]; see [`fit_whitening`]."""

@@ -1,0 +1,187 @@
+"""The training loss: unary and conditional cross-entropy through a frozen head, and layer-wise supervision of z."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
+
+
+@dataclass
+class LossWeights:
+    """Weights of the loss terms (DESIGN.md section 1).
+
+    unary, conditional, layer: weights of the unary CE, of the CE given the true predecessor, and of the supervision
+        of z at every layer.
+    distill: share of the target's own softmax in the token label; 0: the token alone, 1: the distribution alone.
+    teacher_temperature: temperature of that softmax.
+    total_variation: weight of the total-variation distance to the target's softmax, added to each cross-entropy.
+    gamma: decay length of the slot weights exp(-(t-1)/gamma); None: by block size (4/5/7 for B = 8/10/16).
+    layer_loss: "cosine" or "contrast" (cross-entropy over sharpness * cos against sampled tokens).
+    """
+
+    unary: float = 0.3
+    conditional: float = 0.7
+    layer: float = 0.3
+    distill: float = 0.0
+    teacher_temperature: float = 1.0
+    total_variation: float = 0.0
+    gamma: float | None = None
+    layer_loss: str = "cosine"
+    sharpness: float = 20.0
+
+
+def slot_weights(block_size: int, gamma: float | None, device: torch.device) -> torch.Tensor:
+    """exp(-(t-1)/gamma) for slots t = 1..B-1."""
+    if gamma is None:
+        gamma = GAMMA.get(block_size, 0.5 * block_size)
+    return torch.exp(-torch.arange(block_size - 1, device=device) / gamma)
+
+
+def _row_terms(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    teacher: torch.Tensor | None,
+    row_weights: torch.Tensor,
+    distill: float,
+    total_variation: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weighted loss sum, gradient with respect to hidden, and hits, for one chunk of rows.
+
+    hidden [n, d], weight [V, d], labels [n], teacher: probabilities [n, V] or None, row_weights [n].
+    """
+    logits = (hidden @ weight.T).float()
+    log_z = logits.logsumexp(-1, keepdim=True)
+    q = torch.exp(logits - log_z)
+    token = logits.gather(1, labels.unsqueeze(1)) - log_z
+    hits = logits.argmax(-1) == labels
+    one_hot = torch.arange(weight.shape[0], device=labels.device) == labels.unsqueeze(1)
+    target = one_hot.float()
+    loss = -token.squeeze(1)
+    if teacher is not None and distill > 0:
+        target = distill * teacher + (1 - distill) * target
+        loss = (1 - distill) * loss + distill * (log_z.squeeze(1) - (teacher * logits).sum(-1))
+    grad = q - target
+    if teacher is not None and total_variation > 0:
+        loss = loss + total_variation * 0.5 * (q - teacher).abs().sum(-1)
+        sign = 0.5 * torch.sign(q - teacher)
+        grad = grad + total_variation * q * (sign - (q * sign).sum(-1, keepdim=True))
+    grad = (grad * row_weights.unsqueeze(1)).to(hidden.dtype)
+    return (loss * row_weights).sum(), grad @ weight, hits
+
+
+def _teacher_probs(teacher_hidden: torch.Tensor | None, weight: torch.Tensor, temperature: float):
+    if teacher_hidden is None:
+        return None
+    return torch.softmax((teacher_hidden @ weight.T).float() / temperature, dim=-1)
+
+
+def _pair_terms(unary, conditional, weight, labels, teacher_hidden, unary_weights, conditional_weights, settings):
+    """`_row_terms` of both streams over one chunk, sharing the teacher's distribution."""
+    distill, total_variation, temperature = settings
+    teacher = _teacher_probs(teacher_hidden, weight, temperature)
+    first = _row_terms(unary, weight, labels, teacher, unary_weights, distill, total_variation)
+    if conditional is None:
+        return first, None
+    return first, _row_terms(conditional, weight, labels, teacher, conditional_weights, distill, total_variation)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """Sum of weighted row losses; gradients are formed chunk by chunk in the forward pass, never all logits at once."""
+
+    @staticmethod
+    def forward(
+        ctx, unary, conditional, weight, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
+    ):
+        total = torch.zeros((), device=unary.device)
+        grads = [torch.empty_like(unary), None if conditional is None else torch.empty_like(conditional)]
+        hits = torch.zeros(2, labels.shape[0], dtype=torch.bool, device=unary.device)
+        for start in range(0, labels.shape[0], chunk):
+            part = slice(start, start + chunk)
+            cut = [None if x is None else x[part] for x in (unary, conditional)]
+            rest = [None if x is None else x[part] for x in (labels, teacher, unary_weights, conditional_weights)]
+            for i, terms in enumerate(fn(*cut, weight, *rest, settings)):
+                if terms is not None:
+                    total = total + terms[0]
+                    grads[i][part] = terms[1]
+                    hits[i, part] = terms[2]
+        ctx.save_for_backward(*[g for g in grads if g is not None])
+        ctx.mark_non_differentiable(hits)
+        return total, hits
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        grads = [g * grad.to(g.dtype) for g in ctx.saved_tensors]
+        return grads[0], grads[1] if len(grads) > 1 else None, *[None] * 8
+
+
+_compiled_pair_terms = torch.compile(_pair_terms, dynamic=False)
+
+
+def token_loss(
+    unary: torch.Tensor,
+    conditional: torch.Tensor | None,
+    head: torch.Tensor,
+    labels: torch.Tensor,
+    unary_weights: torch.Tensor,
+    conditional_weights: torch.Tensor | None,
+    teacher: torch.Tensor | None = None,
+    weights: LossWeights = LossWeights(),
+    chunk: int = 2048,
+    compiled: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weighted cross-entropy of both streams through the frozen head, without holding the logits of all rows.
+
+    Args:
+        unary, conditional: normed states [n, d] of the two streams; conditional may be None.
+        head: output embedding E [V, d]; it gets no gradient.
+        labels: [n] token ids. unary_weights, conditional_weights: [n]; zero leaves a row out.
+        teacher: the target's own normed final states at the predecessors [n, d]; needed by `distill` and
+            `total_variation`.
+
+    Returns:
+        The loss (a scalar, weighted sum) and hits [2, n]: where each stream's argmax is the label.
+    """
+    settings = (weights.distill, weights.total_variation, weights.teacher_temperature)
+    if teacher is None and (settings[0] or settings[1]):
+        raise ValueError("distill and total_variation need the target's final states: pass teacher=.")
+    if not (settings[0] or settings[1]):
+        teacher = None
+    head = head.detach().to(unary.dtype)
+    fn = _compiled_pair_terms if compiled else _pair_terms
+    return _ChunkedLoss.apply(
+        unary, conditional, head, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
+    )
+
+
+def feature_loss(
+    features: tuple[torch.Tensor, ...],
+    truth: torch.Tensor,
+    row_weights: torch.Tensor,
+    weights: LossWeights,
+    labels: torch.Tensor,
+    negatives: torch.Tensor | None = None,
+    negative_ids: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Supervision of the predicted features at every injected layer, mean over layers.
+
+    Args:
+        features: z per layer, each [n, r]. truth: phi of the true tokens [n, r]. row_weights: [n].
+        negatives, negative_ids: phi [m, r] and ids [m] of sampled tokens, for `layer_loss="contrast"`.
+    """
+    total = truth.new_zeros(())
+    rank = truth.shape[-1]
+    for z in features:
+        cosine = (z * truth).sum(-1) / rank
+        if weights.layer_loss == "cosine":
+            rows = 1 - F.cosine_similarity(z, truth, dim=-1)
+        else:
+            scale = weights.sharpness / rank
+            others = (z.to(torch.bfloat16) @ negatives.to(torch.bfloat16).T).float() * scale
+            others = others.masked_fill(negative_ids.unsqueeze(0) == labels.unsqueeze(1), float("-inf"))
+            positive = weights.sharpness * cosine
+            rows = torch.logaddexp(others.logsumexp(-1), positive) - positive
+        total = total + (rows * row_weights).sum()
+    return total / max(1, len(features))

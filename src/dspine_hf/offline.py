@@ -1,0 +1,114 @@
+"""Exact acceptance length at T = 0 without decoding: draft from every position of the target's own greedy text."""
+
+from dataclasses import dataclass
+
+import torch
+
+from .blocks import run_blocks
+from .modeling_dspine import DSpineDraftModel
+from .target_dspine import TargetView
+from .transfer_dspine import TransitionCache
+
+
+@torch.no_grad()
+def draft_from_anchors(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    anchor_ids: torch.Tensor,
+) -> torch.Tensor:
+    """Greedy drafts of one sequence from many anchors at once.
+
+    Args:
+        features: [1, length, len(target_layer_ids) * d]; anchors, anchor_ids: [blocks].
+
+    Returns:
+        Drafted tokens [blocks, B-1].
+    """
+    out = run_blocks(drafter, view, features, anchors[None], anchor_ids[None])
+    unary, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(drafter.config.num_candidates, dim=-1)
+    if drafter.config.selection == "independent":
+        return candidates[..., 0]
+    hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :-1]).unsqueeze(0), first_slot=2)[0]
+    cache = TransitionCache(unary[:, 0], view.row_logits(hidden, candidates[:, 1:]))
+    chosen, index = [], None
+    for slot in range(1, candidates.shape[1] + 1):
+        index = cache.scores(slot, index).argmax(-1)
+        chosen.append(candidates[:, slot - 1].gather(1, index.unsqueeze(1)))
+    return torch.cat(chosen, dim=1)
+
+
+@dataclass
+class Walk:
+    """The rounds of one continuation: new tokens, verification passes, and per-slot trials and hits [B-1] each."""
+
+    new_tokens: int
+    rounds: int
+    trials: list[int]
+    hits: list[int]
+
+    @property
+    def acceptance_length(self) -> float:
+        """(new tokens - 1) / passes: the first token comes from prefill."""
+        return (self.new_tokens - 1) / max(1, self.rounds)
+
+
+def walk_rounds(drafts: torch.Tensor, continuation: torch.Tensor) -> Walk:
+    """Replay the rounds that the real loop would run.
+
+    Args:
+        drafts: [n - 1, B-1], drafts from anchors continuation[0..n-2]; continuation: [n] greedy tokens.
+    """
+    n, slots = continuation.shape[0], drafts.shape[1]
+    drafts, truth = drafts.tolist(), continuation.tolist()
+    trials, hits, rounds, place = [0] * slots, [0] * slots, 0, 0
+    while place < n - 1:
+        accepted, room = 0, min(slots, n - 2 - place)
+        while accepted < room:
+            trials[accepted] += 1
+            if drafts[place][accepted] != truth[place + 1 + accepted]:
+                break
+            hits[accepted] += 1
+            accepted += 1
+        rounds += 1
+        place += accepted + 1
+    return Walk(n, rounds, trials, hits)
+
+
+def loop_tail_start(tokens: list[int], longest_period: int = 64, repeats: int = 3) -> int | None:
+    """Where a continuation begins to repeat itself until its end; None when it does not.
+
+    A tail counts as a loop when it consists of at least `repeats` copies of a period of at most `longest_period`, and
+    is at least 24 tokens long.
+    """
+    best = None
+    for period in range(1, min(longest_period, len(tokens) // repeats) + 1):
+        start = len(tokens) - period
+        while start > 0 and tokens[start - 1] == tokens[start - 1 + period]:
+            start -= 1
+        if len(tokens) - start >= max(repeats * period, 24) and (best is None or start < best):
+            best = start
+    return best
+
+
+@torch.no_grad()
+def offline_walk(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    tokens: torch.Tensor,
+    prompt_length: int,
+    chunk: int = 128,
+) -> Walk:
+    """The exact rounds of one greedy continuation.
+
+    Args:
+        features: the target's states of the whole sequence [1, length, len(ids) * d]; tokens: [length].
+    """
+    anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
+    slots = drafter.config.num_draft_slots
+    if not len(anchors):
+        return Walk(int(tokens.shape[0] - prompt_length), 0, [0] * slots, [0] * slots)
+    drafts = [draft_from_anchors(drafter, view, features, part, tokens[part]) for part in anchors.split(chunk)]
+    return walk_rounds(torch.cat(drafts), tokens[prompt_length:])
