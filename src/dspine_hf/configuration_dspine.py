@@ -51,7 +51,7 @@ class DSpineConfig(PreTrainedConfig):
         injection_placement: "layer": the write follows the whole layer; "mlp": it stands between attention and MLP.
         rewrite_layers: how many layers before the last one take the decided predecessor too. 0: only the last write is
             done again; m: the write of layer L-m is done again and the m layers after it run on every candidate pair.
-        selection: "transition": the draft is the best chain through the transition cache; "independent": each slot alone.
+        selection: "transition": the draft is a chain through the transition cache; "independent": each slot alone.
         context_window: the drafter attends to at most this many of the latest context rows; None: to all.
         logit_scale, logit_softcap: applied to the drafter's scores as the target applies them to its own logits.
         embedding_scale: factor that the target applies to its input embeddings outside of the embedding module.
@@ -132,7 +132,8 @@ class DSpineConfig(PreTrainedConfig):
         if not ids or any(not 0 <= i < self.num_target_layers - 1 for i in ids) or len(set(ids)) != len(ids):
             raise ValueError(
                 f"target_layer_ids={ids} must be distinct and lie in 0..{self.num_target_layers - 2} for a target of "
-                f"{self.num_target_layers} layers (the last layer's output is stored normed). Leave it out for the default."
+                f"{self.num_target_layers} layers (the last layer's output is stored normed). "
+                "Leave it out for the default."
             )
         if self.mask_token_id is not None and not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
@@ -218,15 +219,24 @@ class DSpineConfig(PreTrainedConfig):
         return cls(**values)
 
 
+def _value(config: PreTrainedConfig, name: str) -> Any:
+    """A field of the target's config; where its layers differ (Gemma 3n, Gemma 4), the first layer's."""
+    try:
+        value = getattr(config, name, None)
+    except RuntimeError:  # Transformers refuses to name one value for all layers
+        value = getattr(config.per_layer_config[0], name, None)
+    return value[0] if isinstance(value, (list, tuple)) else value
+
+
 def _first_of(config: PreTrainedConfig, *names: str) -> Any:
-    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+    return next((value for name in names if (value := _value(config, name)) is not None), None)
 
 
 def _head_shapes(text: PreTrainedConfig, d: int, heads: int) -> dict[str, int]:
     """Attention shapes of the drafter; families with latent or multi-query attention get plain grouped queries."""
     latent = getattr(text, "kv_lora_rank", None) is not None
     kv = 1 if getattr(text, "multi_query", False) else _first_of(text, "num_key_value_heads", "num_kv_heads") or heads
-    head_dim = None if latent else getattr(text, "head_dim", None)
+    head_dim = None if latent else _value(text, "head_dim")
     head_dim = head_dim or max(2, d // heads // 2 * 2)
     return {
         "num_attention_heads": heads,
@@ -236,11 +246,11 @@ def _head_shapes(text: PreTrainedConfig, d: int, heads: int) -> dict[str, int]:
 
 
 def _logit_scale(text: PreTrainedConfig) -> float:
-    """The factor on the target's logits: Granite divides by `logits_scaling`, Cohere multiplies by `logit_scale`."""
+    """The factor on the target's logits: Granite divides by `logits_scaling`; Cohere and Falcon-H1 multiply."""
     if (scaling := getattr(text, "logits_scaling", None)) is not None:
         return float(scaling if text.model_type == "hyperclovax" else 1.0 / scaling)
-    scale = getattr(text, "logit_scale", None)
-    return float(scale) if scale is not None else 1.0
+    scale = _first_of(text, "logit_scale", "lm_head_multiplier")
+    return float(scale) if isinstance(scale, (int, float)) else 1.0
 
 
 def _rope_parameters(text: PreTrainedConfig, head_dim: int) -> dict[str, Any]:
