@@ -12,10 +12,14 @@ from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .cache_dspine import DraftCache
+from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
+from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineInjection, DSpineLayer
 from .target_dspine import TargetView, embedding_fingerprint, refuse_wrong_shapes, same_fingerprint
 from .transfer_dspine import TransferSpace, TransitionCache
+
+install_hook()
 
 
 @dataclass
@@ -72,7 +76,7 @@ class DSpinePreTrainedModel(PreTrainedModel):
                 init.normal_(module.mask_embedding, mean=0.0, std=self.config.initializer_range)
 
 
-class DSpineDraftModel(DSpinePreTrainedModel):
+class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
     r"""A DSpine drafter. Load one with `AutoModel.from_pretrained` and pass it as `assistant_model` to `generate()`.
 
     It holds neither the target's embeddings nor its head: [`DSpineDraftModel.bind_target`] borrows them per call.
