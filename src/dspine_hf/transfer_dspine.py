@@ -7,6 +7,8 @@ from torch import nn
 
 from .ops_dspine import rms
 
+ROWS_AT_ONCE = 8192  # of the embedding in fp64, so that a fit needs little more memory than the embedding itself
+
 
 def fit_whitening(
     embedding: torch.Tensor, rank: int, token_weights: torch.Tensor | None = None
@@ -24,20 +26,19 @@ def fit_whitening(
     Raises:
         ValueError: negative or all-zero weights, or `rank` above d.
     """
-    E = embedding.detach().to("cpu", torch.float64)
+    E = embedding.detach().cpu()
     if rank > E.shape[1]:
         raise ValueError(f"transfer rank {rank} exceeds the embedding width {E.shape[1]}: choose a smaller rank.")
-    w = (
-        torch.ones(E.shape[0], dtype=torch.float64)
-        if token_weights is None
-        else token_weights.to("cpu", torch.float64)
-    )
+    w = torch.ones(len(E), dtype=torch.float64) if token_weights is None else token_weights.to("cpu", torch.float64)
     if w.shape != E.shape[:1] or bool((w < 0).any()) or not bool(w.sum() > 0):
         raise ValueError(f"token_weights must be {E.shape[0]} non-negative numbers with a positive sum.")
     w = w / w.sum()
-    mu = w @ E
-    centred = E - mu
-    covariance = centred.T @ (centred * w[:, None])
+    pieces = range(0, len(E), ROWS_AT_ONCE)
+    mu = sum(w[i : i + ROWS_AT_ONCE] @ E[i : i + ROWS_AT_ONCE].double() for i in pieces)
+    covariance = torch.zeros(E.shape[1], E.shape[1], dtype=torch.float64)
+    for i in pieces:
+        centred = E[i : i + ROWS_AT_ONCE].double() - mu
+        covariance.addmm_(centred.T, centred * w[i : i + ROWS_AT_ONCE, None])
     values, vectors = torch.linalg.eigh(covariance)
     values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
     largest = vectors.abs().argmax(dim=0)
@@ -93,7 +94,7 @@ class TransitionCache:
     pairs: torch.Tensor
 
     def scores(self, slot: int, previous: torch.Tensor | None) -> torch.Tensor:
-        """Logits [batch, K] over the candidates of `slot` (from 1), given the index of the chosen predecessor [batch]."""
+        """Logits [batch, K] of the candidates of `slot` (from 1), given the index of the chosen predecessor [batch]."""
         if slot == 1:
             return self.first
         rows = self.pairs[:, slot - 2]
