@@ -94,7 +94,7 @@ class TransitionCache:
     pairs: torch.Tensor
 
     def scores(self, slot: int, previous: torch.Tensor | None) -> torch.Tensor:
-        """Logits [batch, K] of the candidates of `slot` (from 1), given the index of the chosen predecessor [batch]."""
+        """Logits [batch, K] of the candidates of `slot` (from 1), given the index of its predecessor [batch]."""
         if slot == 1:
             return self.first
         rows = self.pairs[:, slot - 2]
