@@ -20,6 +20,8 @@ class GenerationStats:
         new_tokens: tokens in the output after the prompt.
         acceptance_length: (new tokens - 1) / rounds; 1.0 when prefill alone decided the output.
         slot_acceptance: for each slot, the share accepted among the drafts whose earlier slots were all accepted.
+        slot_trials: for each slot, how many drafts those are.
+        round_starts: for each round, the index among the new tokens that its first draft token was proposed for.
     """
 
     rounds: int
@@ -28,6 +30,8 @@ class GenerationStats:
     new_tokens: int
     acceptance_length: float
     slot_acceptance: tuple[float, ...]
+    slot_trials: tuple[int, ...] = ()
+    round_starts: tuple[int, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         """The same as a plain dictionary."""
@@ -40,11 +44,11 @@ class DraftLog:
     def __init__(self) -> None:
         self.starts: list[int] = []
         self.drafts: list[torch.Tensor] = []
-        self.passes = 0
+        self.rounds: list[int] = []
 
     def add(self, start: int, tokens: torch.Tensor | None) -> None:
         """A verification pass begins: draft `tokens` `[1, n]` are proposed from position `start` on."""
-        self.passes += 1
+        self.rounds.append(start)
         if tokens is not None:
             self.starts.append(start)
             self.drafts.append(tokens[0])
@@ -73,12 +77,14 @@ class DraftLog:
                 passed[slot] += 1
         new_tokens = len(text) - prompt_length
         return GenerationStats(
-            rounds=self.passes,
+            rounds=len(self.rounds),
             drafted=len(drafts),
             accepted=sum(passed),
             new_tokens=new_tokens,
-            acceptance_length=(new_tokens - 1) / self.passes if self.passes else 1.0,
+            acceptance_length=(new_tokens - 1) / len(self.rounds) if self.rounds else 1.0,
             slot_acceptance=tuple(p / r for p, r in zip(passed, reached, strict=True)),
+            slot_trials=tuple(reached),
+            round_starts=tuple(start - prompt_length for start in self.rounds),
         )
 
 
