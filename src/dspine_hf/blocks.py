@@ -30,15 +30,22 @@ class Blocks:
 
 
 def sample_anchors(
-    prompt_lengths: torch.Tensor, lengths: torch.Tensor, count: int, generator: torch.Generator | None = None
+    prompt_lengths: torch.Tensor,
+    lengths: torch.Tensor,
+    count: int,
+    generator: torch.Generator | None = None,
+    offsets: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`count` anchors per sequence, spread over its response with a random offset: [batch, count].
 
     An anchor is a response token with at least one token after it. A sequence without one gets anchor 0, whose labels
     [`cut_blocks`] marks invalid.
+
+    offsets: numbers in [0, 1) [batch, count] to place the anchors by; None: drawn afresh.
     """
     device = lengths.device
-    offsets = torch.rand(lengths.shape[0], count, generator=generator, device=device)
+    if offsets is None:
+        offsets = torch.rand(lengths.shape[0], count, generator=generator, device=device)
     spans = (lengths - 1 - prompt_lengths).clamp_min(0).unsqueeze(1)
     places = ((torch.arange(count, device=device) + offsets) / count * spans).long()
     anchors = prompt_lengths.unsqueeze(1) + places.clamp_max((spans - 1).clamp_min(0))
