@@ -80,7 +80,7 @@ def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTraine
     if not hasattr(drafter, "check_target"):
         raise ValueError(
             f"expected a DSpine drafter at '{name_or_path}' (model_type 'dspine'); found model_type "
-            f"'{drafter.config.model_type}'. Give the folder or Hub name of a drafter, or convert the checkpoint first."
+            f"'{drafter.config.model_type}'. Give a drafter's folder or Hub name, or convert the checkpoint first."
         )
     drafter.check_target(target)
     return drafter.to(target.get_output_embeddings().weight.device).eval()

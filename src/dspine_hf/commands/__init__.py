@@ -1,0 +1,1 @@
+"""The sub-commands of `dspine`, one module each; its function `run` holds the command's arguments and help."""

@@ -1,0 +1,130 @@
+"""What the commands share: their common options, loading target and drafter, and one timed answer."""
+
+import contextlib
+import io
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, TextStreamer
+
+from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
+from ..loading import load_drafter, load_target
+
+
+class Dtype(StrEnum):
+    """The dtypes a target can be loaded in."""
+
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+    float32 = "float32"
+
+    @property
+    def torch(self) -> torch.dtype:
+        return getattr(torch, self.value)
+
+
+@dataclass
+class Pair:
+    """A target with its tokenizer and its drafter, and what to call them."""
+
+    target: PreTrainedModel
+    tokenizer: Any
+    drafter: PreTrainedModel
+    target_name: str
+    drafter_name: str
+
+
+@dataclass
+class Answer:
+    """One timed answer: its text, new tokens and seconds, and the drafter's statistics if it had a drafter."""
+
+    text: str
+    token_ids: list[int]
+    seconds: float
+    stats: Any = None
+
+    @property
+    def tokens_per_second(self) -> float:
+        return len(self.token_ids) / self.seconds
+
+
+class CallbackStreamer(TextStreamer):
+    """Hands each finished piece of the answer's text to a function, as soon as it is known."""
+
+    def __init__(self, tokenizer: Any, on_text: Callable[[str], None]):
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
+
+
+def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, device: str = "cpu") -> Pair:
+    """Load a target and its drafter; None stands for the embedded target and for the drafter trained for it.
+
+    Raises:
+        ValueError: a target was named without a drafter.
+        FileNotFoundError, ImportError: something is not there; the message names the cure.
+    """
+    if drafter is None:
+        if target is not None:
+            raise ValueError(
+                f"expected --drafter with the drafter trained for '{target}'; found none. Name its folder or Hub "
+                f"name, or train one with 'dspine train --target {target}'."
+            )
+        drafter = str(embedded_drafter_folder())
+    local = Path(drafter).exists() and (target is None or Path(target).exists())
+    with _without_progress_bars() if local else contextlib.nullcontext():
+        model, tokenizer = load_embedded_target(dtype) if target is None else load_target(target, dtype)
+        model = model.to(torch.device(device))
+        return Pair(model, tokenizer, load_drafter(drafter, model), target or TARGET_NAME, Path(drafter).name)
+
+
+def encode(tokenizer: Any, prompt: str, device: torch.device, chat: bool = True) -> dict[str, torch.Tensor]:
+    """Tokenize a prompt, in the target's chat template where it has one: input_ids and attention_mask [1, length]."""
+    if chat and tokenizer.chat_template:
+        encoded = tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )
+    else:
+        encoded = tokenizer(prompt, return_tensors="pt")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+@torch.inference_mode()
+def answer(
+    pair: Pair,
+    inputs: dict[str, torch.Tensor],
+    *,
+    drafted: bool,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    on_text: Callable[[str], None] | None = None,
+) -> Answer:
+    """Generate one answer, plain or drafted, and time it from the call to the last token, prefill included."""
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature > 0:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    streamer = CallbackStreamer(pair.tokenizer, on_text) if on_text else None
+    assistant = {"assistant_model": pair.drafter} if drafted else {}
+    start = time.perf_counter()
+    ids = pair.target.generate(**inputs, **assistant, **sampling, max_new_tokens=max_new_tokens, streamer=streamer)
+    if ids.is_cuda:
+        torch.cuda.synchronize(ids.device)
+    seconds = time.perf_counter() - start
+    new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
+    text = pair.tokenizer.decode(new_ids, skip_special_tokens=True)
+    return Answer(text, new_ids, seconds, pair.drafter.generation_stats if drafted else None)
+
+
+@contextlib.contextmanager
+def _without_progress_bars() -> Iterator[None]:
+    """Hide the bars that loading draws on stderr; log messages still come through."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        yield
