@@ -3,10 +3,19 @@
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from .configuration_dspine import DSpineConfig
 from .ops_dspine import gated_write, predicted_feature, shifted_messages
+from .transfer_dspine import Fp32Buffers
+
+
+class DSpineRotaryEmbedding(Fp32Buffers, Qwen3RotaryEmbedding):
+    """Rotary positions; a cast of the drafter leaves the frequencies in fp32, without which far positions drift."""
+
+
+class ZeroLinear(nn.Linear):
+    """A projection that starts at zero."""
 
 
 class DSpineAttention(nn.Module):
@@ -57,7 +66,7 @@ class DSpineInjection(nn.Module):
         self.P = nn.Linear(d, r, bias=False)
         self.A = nn.Linear(d, r, bias=False)
         self.B = nn.Linear(r, r, bias=True)
-        self.U = nn.Linear(r, d, bias=False)
+        self.U = ZeroLinear(r, d, bias=False)
 
     def forward(
         self, h: torch.Tensor, anchor: torch.Tensor, forced: torch.Tensor | None = None

@@ -9,17 +9,20 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, Qwen3RotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .cache_dspine import DraftCache
 from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
 from .generation_dspine import AssistsGenerate
-from .layers_dspine import DSpineInjection, DSpineLayer
+from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
 from .target_dspine import TargetView, embedding_fingerprint, refuse_wrong_shapes, same_fingerprint
 from .transfer_dspine import TransferSpace, TransitionCache
 
 install_hook()
+
+# Per drafter, the targets that it warned of. Kept outside of the module, so that copies and pickles do not carry them.
+WARNED_TARGETS: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 @dataclass
@@ -65,8 +68,10 @@ class DSpinePreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         super()._init_weights(module)
-        if isinstance(module, DSpineInjection):
-            init.zeros_(module.U.weight)
+        if isinstance(
+            module, ZeroLinear
+        ):  # asked of the layer itself: Transformers passes over modules without own weights
+            init.zeros_(module.weight)
         elif isinstance(module, TransferSpace):
             init.zeros_(module.W)
             init.zeros_(module.c)
@@ -89,12 +94,11 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DSpineLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
-        self.rotary_emb = Qwen3RotaryEmbedding(config)
+        self.rotary_emb = DSpineRotaryEmbedding(config)
         self.transfer = TransferSpace(config.transfer_rank, d, config.rms_norm_eps)
         self.register_buffer("fingerprint", torch.zeros(16, 16))
         self.mask_embedding = nn.Parameter(torch.empty(d)) if config.mask_token_id is None else None
         self.generation_config = GenerationConfig()
-        self._warned_targets: weakref.WeakSet = weakref.WeakSet()
         self.post_init()
 
     # ---- the target -------------------------------------------------------------------------------------------
@@ -128,13 +132,14 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         return drafter
 
     def check_target(self, model: nn.Module) -> None:
-        """Raise ValueError unless `model` has this drafter's shapes; warn once if it is another model of those shapes."""
+        """Raise ValueError unless `model` has this drafter's shapes; warn once of another model of those shapes."""
         refuse_wrong_shapes(self.config, model)
-        if model in self._warned_targets:
+        warned = WARNED_TARGETS.setdefault(self, weakref.WeakSet())
+        if model in warned:
             return
         found = embedding_fingerprint(model.get_output_embeddings().weight)
         if not same_fingerprint(self.fingerprint, found):
-            self._warned_targets.add(model)
+            warned.add(model)
             warnings.warn(
                 "this drafter was trained for another target of the same shape: the text stays exact, but few drafts "
                 "will be accepted. Load the drafter that belongs to the target.",
@@ -168,7 +173,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
     # ---- the pass ---------------------------------------------------------------------------------------------
 
     def block_embeds(self, view: TargetView, anchor_ids: torch.Tensor, num_slots: int) -> torch.Tensor:
-        """Slot 0 holds the anchor's embedding, slots 1..num_slots the mask: [.., 1 + num_slots, d] for anchors [..]."""
+        """The anchor's embedding, then num_slots times the mask: [.., 1 + num_slots, d] for anchors [..]."""
         anchor = view.embed(anchor_ids).unsqueeze(-2)
         if self.mask_embedding is not None:
             mask = self.mask_embedding.to(anchor.dtype)
@@ -288,7 +293,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
     def _transitions(
         self, view: TargetView, state: RewriteState, unary: torch.Tensor, candidates: torch.Tensor
     ) -> TransitionCache:
-        """Scores of every candidate pair, all slots at once. Slot 1 was written with the anchor: its unary is its score."""
+        """Scores of every candidate pair, all slots at once. Slot 1 was written with the anchor: unary is score."""
         pairs = unary.new_zeros(unary.shape[0], 0, unary.shape[2], unary.shape[2])
         if candidates.shape[1] > 1:
             hidden = self.rewrite(state, view.phi(candidates[:, :-1]).unsqueeze(1), first_slot=2)[:, 0]

@@ -49,7 +49,20 @@ def fit_whitening(
     return W.float(), (-W @ mu).float()
 
 
-class TransferSpace(nn.Module):
+class Fp32Buffers(nn.Module):
+    """A module whose buffers stay fp32 under any cast of the model."""
+
+    def _apply(self, fn, recurse=True):
+        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        super()._apply(fn, recurse)
+        for name, old in kept.items():
+            new = self._buffers[name]
+            if new is not None and new.dtype != torch.float32 and old.device.type != "meta":
+                self._buffers[name] = old.to(new.device)
+        return self
+
+
+class TransferSpace(Fp32Buffers):
     """phi(v) = rms(W E[v] + c). W [r, d] and c [r] are fp32 buffers and stay fp32 under any cast of the model."""
 
     W: torch.Tensor
@@ -71,15 +84,6 @@ class TransferSpace(nn.Module):
         W, c = fit_whitening(embedding, self.W.shape[0], token_weights)
         self.W.copy_(W)
         self.c.copy_(c)
-
-    def _apply(self, fn, recurse=True):
-        kept = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        super()._apply(fn, recurse)
-        for name, old in kept.items():
-            new = self._buffers[name]
-            if new is not None and new.dtype != torch.float32 and old.device.type != "meta":
-                self._buffers[name] = old.to(new.device)
-        return self
 
 
 @dataclass
