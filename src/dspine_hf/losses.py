@@ -47,8 +47,9 @@ def _row_terms(
     row_weights: torch.Tensor,
     distill: float,
     total_variation: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weighted loss sum, gradient with respect to hidden, and hits, for one chunk of rows.
+    trained: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Weighted loss sum, gradient with respect to hidden, hits, and gradient of the weight's last `trained` columns.
 
     hidden [n, d], weight [V, d], labels [n], teacher: probabilities [n, V] or None, row_weights [n].
     """
@@ -69,7 +70,8 @@ def _row_terms(
         sign = 0.5 * torch.sign(q - teacher)
         grad = grad + total_variation * q * (sign - (q * sign).sum(-1, keepdim=True))
     grad = (grad * row_weights.unsqueeze(1)).to(hidden.dtype)
-    return (loss * row_weights).sum(), grad @ weight, hits
+    columns = (grad.T @ hidden[:, -trained:]).float() if trained else None
+    return (loss * row_weights).sum(), grad @ weight, hits, columns
 
 
 def _teacher_probs(teacher_hidden: torch.Tensor | None, weight: torch.Tensor, temperature: float):
@@ -78,81 +80,104 @@ def _teacher_probs(teacher_hidden: torch.Tensor | None, weight: torch.Tensor, te
     return torch.softmax((teacher_hidden @ weight.T).float() / temperature, dim=-1)
 
 
-def _pair_terms(unary, conditional, weight, labels, teacher_hidden, unary_weights, conditional_weights, settings):
-    """`_row_terms` of both streams over one chunk, sharing the teacher's distribution."""
+def _pair_terms(unary, conditional, head, extra, labels, teacher_hidden, unary_weights, conditional_weights, settings):
+    """`_row_terms` of both streams over one chunk, sharing the teacher's distribution; a missing stream gives None."""
     distill, total_variation, temperature = settings
-    teacher = _teacher_probs(teacher_hidden, weight, temperature)
-    first = _row_terms(unary, weight, labels, teacher, unary_weights, distill, total_variation)
-    if conditional is None:
-        return first, None
-    return first, _row_terms(conditional, weight, labels, teacher, conditional_weights, distill, total_variation)
+    teacher = _teacher_probs(teacher_hidden, head, temperature)
+    first = second = None
+    if unary is not None:
+        first = _row_terms(unary, head, labels, teacher, unary_weights, distill, total_variation)
+    if conditional is not None:
+        weight = head if extra is None else torch.cat([head, extra], dim=1)
+        trained = weight.shape[1] - head.shape[1]
+        second = _row_terms(
+            conditional, weight, labels, teacher, conditional_weights, distill, total_variation, trained
+        )
+    return first, second
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Sum of weighted row losses; gradients are formed chunk by chunk in the forward pass, never all logits at once."""
+    """Sum of weighted row losses; gradients are formed chunk by chunk in forward, never from all logits at once."""
 
     @staticmethod
     def forward(
-        ctx, unary, conditional, weight, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
+        ctx, unary, conditional, extra, head, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
     ):
-        total = torch.zeros((), device=unary.device)
-        grads = [torch.empty_like(unary), None if conditional is None else torch.empty_like(conditional)]
-        hits = torch.zeros(2, labels.shape[0], dtype=torch.bool, device=unary.device)
+        total = torch.zeros((), device=labels.device)
+        grads = [None if x is None else torch.empty_like(x) for x in (unary, conditional)]
+        grads.append(None if extra is None else torch.zeros_like(extra, dtype=torch.float32))
+        hits = torch.zeros(2, labels.shape[0], dtype=torch.bool, device=labels.device)
+        columns = None if extra is None else extra.to(head.dtype)
         for start in range(0, labels.shape[0], chunk):
             part = slice(start, start + chunk)
             cut = [None if x is None else x[part] for x in (unary, conditional)]
             rest = [None if x is None else x[part] for x in (labels, teacher, unary_weights, conditional_weights)]
-            for i, terms in enumerate(fn(*cut, weight, *rest, settings)):
+            for i, terms in enumerate(fn(*cut, head, columns, *rest, settings)):
                 if terms is not None:
                     total = total + terms[0]
                     grads[i][part] = terms[1]
                     hits[i, part] = terms[2]
+                    if terms[3] is not None:
+                        grads[2] += terms[3]
+        ctx.present = [g is not None for g in grads]
         ctx.save_for_backward(*[g for g in grads if g is not None])
         ctx.mark_non_differentiable(hits)
         return total, hits
 
     @staticmethod
     def backward(ctx, grad, _):
-        grads = [g * grad.to(g.dtype) for g in ctx.saved_tensors]
-        return grads[0], grads[1] if len(grads) > 1 else None, *[None] * 8
+        saved = iter(ctx.saved_tensors)
+        grads = [next(saved) if present else None for present in ctx.present]
+        return *[None if g is None else g * grad.to(g.dtype) for g in grads], *[None] * 8
 
 
 _compiled_pair_terms = torch.compile(_pair_terms, dynamic=False)
 
 
 def token_loss(
-    unary: torch.Tensor,
+    unary: torch.Tensor | None,
     conditional: torch.Tensor | None,
     head: torch.Tensor,
     labels: torch.Tensor,
-    unary_weights: torch.Tensor,
+    unary_weights: torch.Tensor | None,
     conditional_weights: torch.Tensor | None,
     teacher: torch.Tensor | None = None,
-    weights: LossWeights = LossWeights(),
+    weights: LossWeights | None = None,
     chunk: int = 2048,
     compiled: bool = False,
+    extra: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted cross-entropy of both streams through the frozen head, without holding the logits of all rows.
 
     Args:
-        unary, conditional: normed states [n, d] of the two streams; conditional may be None.
+        unary, conditional: normed states [n, d] of the two streams; either may be None.
         head: output embedding E [V, d]; it gets no gradient.
         labels: [n] token ids. unary_weights, conditional_weights: [n]; zero leaves a row out.
         teacher: the target's own normed final states at the predecessors [n, d]; needed by `distill` and
             `total_variation`.
+        chunk: rows whose logits are held at once, at most.
+        extra: codes [n, r] and their weight [V, r]; codes @ weight.T is added to the conditional logits. Both get
+            gradients.
 
     Returns:
         The loss (a scalar, weighted sum) and hits [2, n]: where each stream's argmax is the label.
     """
+    weights = LossWeights() if weights is None else weights
     settings = (weights.distill, weights.total_variation, weights.teacher_temperature)
     if teacher is None and (settings[0] or settings[1]):
         raise ValueError("distill and total_variation need the target's final states: pass teacher=.")
     if not (settings[0] or settings[1]):
         teacher = None
-    head = head.detach().to(unary.dtype)
+    head = head.detach().to((conditional if unary is None else unary).dtype)
+    columns = None
+    if extra is not None:
+        codes, columns = extra
+        conditional = torch.cat([conditional, codes.to(conditional.dtype)], dim=-1)
     fn = _compiled_pair_terms if compiled else _pair_terms
+    rows = labels.shape[0]
+    even = -(-rows // max(1, -(-rows // chunk)))  # pieces of one size, where rows divide
     return _ChunkedLoss.apply(
-        unary, conditional, head, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
+        unary, conditional, columns, head, labels, teacher, unary_weights, conditional_weights, settings, even, fn
     )
 
 

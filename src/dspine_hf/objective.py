@@ -1,6 +1,7 @@
 """One training step's loss: blocks through the drafter, both streams through the frozen head, z against the truth."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -25,6 +26,10 @@ class SequenceBatch:
     features: torch.Tensor
     anchors: torch.Tensor
     final: torch.Tensor | None = None
+
+    def cut(self, block_size: int) -> Blocks:
+        """The blocks of B = `block_size` slots that start at the anchors."""
+        return cut_blocks(self.tokens, self.prompt_lengths, self.lengths, self.anchors, block_size)
 
 
 @dataclass
@@ -78,6 +83,24 @@ def row_weights(blocks: Blocks, weights: LossWeights, conditional: bool) -> tupl
     return unary.flatten(), (base * weights.conditional * (1 - first)).flatten()
 
 
+def teacher_rows(batch: SequenceBatch, blocks: Blocks, weights: LossWeights) -> torch.Tensor | None:
+    """The target's normed last state at every slot's predecessor [n, d]; None when no term of the loss reads it."""
+    if batch.final is None or not (weights.distill or weights.total_variation):
+        return None
+    places = (blocks.label_positions - 1).clamp_max(batch.tokens.shape[1] - 1).flatten(1)
+    return batch.final.gather(1, places.unsqueeze(-1).expand(-1, -1, batch.final.shape[-1])).flatten(0, 1)
+
+
+def training_loss(
+    drafter: DSpineDraftModel, view: TargetView, batch: SequenceBatch, weights: LossWeights, **options: Any
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The loss that this drafter is trained with: its own `training_loss` where it has one, else [`block_loss`]."""
+    own = getattr(drafter, "training_loss", None)
+    if own is not None:
+        return own(view, batch, weights, **options)
+    return block_loss(drafter, view, batch, weights, **options)
+
+
 def block_loss(
     drafter: DSpineDraftModel,
     view: TargetView,
@@ -101,17 +124,13 @@ def block_loss(
         per slot [B-1] (teacher-forced).
     """
     config = drafter.config
-    blocks = cut_blocks(batch.tokens, batch.prompt_lengths, batch.lengths, batch.anchors, config.block_size)
+    blocks = batch.cut(config.block_size)
     forcing = None
     if forcing_probability > 0:
         forcing = torch.rand(blocks.labels.shape, device=blocks.labels.device) < forcing_probability
     states = states_fn(drafter, view, batch.features, batch.anchors, blocks.predecessors, forcing)
     labels = blocks.labels.flatten()
     unary_rows, conditional_rows = row_weights(blocks, weights, states.conditional is not None)
-    teacher = None
-    if batch.final is not None and (weights.distill or weights.total_variation):
-        places = (blocks.label_positions - 1).clamp_max(batch.tokens.shape[1] - 1).flatten(1)
-        teacher = batch.final.gather(1, places.unsqueeze(-1).expand(-1, -1, batch.final.shape[-1])).flatten(0, 1)
     head = view.head_weight
     loss, hits = token_loss(
         states.unary.to(head.dtype),
@@ -120,7 +139,7 @@ def block_loss(
         labels,
         unary_rows,
         conditional_rows,
-        teacher,
+        teacher_rows(batch, blocks, weights),
         weights,
         compiled=compiled,
     )
@@ -145,11 +164,17 @@ def _layer_term(view, states: BlockStates, blocks: Blocks, labels, weights: Loss
     return feature_loss(states.features, view.phi(labels), rows, weights, labels, sampled, ids)
 
 
-def _accuracies(hits: torch.Tensor, blocks: Blocks, conditional: bool) -> dict[str, torch.Tensor]:
+def slot_accuracy(hits: torch.Tensor, blocks: Blocks) -> torch.Tensor:
+    """Share of valid rows that hit, per slot: hits [n] -> [B-1]."""
     valid = blocks.valid.flatten(0, 1).float()
-    count = valid.sum(0).clamp_min(1)
-    grid = hits.view(2, -1, valid.shape[1]).float() * valid
-    result = {"unary_accuracy": grid[0].sum(0) / count}
-    if conditional:
-        result["conditional_accuracy"] = torch.cat([grid[0, :, :1], grid[1, :, 1:]], dim=1).sum(0) / count
-    return result
+    return (hits.view_as(valid).float() * valid).sum(0) / valid.sum(0).clamp_min(1)
+
+
+def _accuracies(hits: torch.Tensor, blocks: Blocks, conditional: bool) -> dict[str, torch.Tensor]:
+    unary = slot_accuracy(hits[0], blocks)
+    if not conditional:
+        return {"unary_accuracy": unary}
+    return {
+        "unary_accuracy": unary,
+        "conditional_accuracy": torch.cat([unary[:1], slot_accuracy(hits[1], blocks)[1:]]),
+    }

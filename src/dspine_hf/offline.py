@@ -17,21 +17,30 @@ def draft_from_anchors(
     features: torch.Tensor,
     anchors: torch.Tensor,
     anchor_ids: torch.Tensor,
+    tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Greedy drafts of one sequence from many anchors at once.
+    """Greedy drafts of one sequence from many anchors at once; a drafter's own `draft_from_anchors` goes first.
 
     Args:
         features: [1, length, len(target_layer_ids) * d]; anchors, anchor_ids: [blocks].
+        tokens: the sequence [length]; only drafters that read the context's tokens need it.
 
     Returns:
         Drafted tokens [blocks, B-1].
     """
+    own = getattr(drafter, "draft_from_anchors", None)
+    if own is not None:
+        return own(view, features, anchors, anchor_ids, tokens)
     out = run_blocks(drafter, view, features, anchors[None], anchor_ids[None])
     unary, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(drafter.config.num_candidates, dim=-1)
     if drafter.config.selection == "independent":
         return candidates[..., 0]
     hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :-1]).unsqueeze(0), first_slot=2)[0]
-    cache = TransitionCache(unary[:, 0], view.row_logits(hidden, candidates[:, 1:]))
+    return best_chain(candidates, TransitionCache(unary[:, 0], view.row_logits(hidden, candidates[:, 1:])))
+
+
+def best_chain(candidates: torch.Tensor, cache: TransitionCache) -> torch.Tensor:
+    """The left-to-right argmax: candidates [batch, slots, K] -> tokens [batch, slots]."""
     chosen, index = [], None
     for slot in range(1, candidates.shape[1] + 1):
         index = cache.scores(slot, index).argmax(-1)
@@ -110,5 +119,5 @@ def offline_walk(
     slots = drafter.config.num_draft_slots
     if not len(anchors):
         return Walk(int(tokens.shape[0] - prompt_length), 0, [0] * slots, [0] * slots)
-    drafts = [draft_from_anchors(drafter, view, features, part, tokens[part]) for part in anchors.split(chunk)]
+    drafts = [draft_from_anchors(drafter, view, features, part, tokens[part], tokens) for part in anchors.split(chunk)]
     return walk_rounds(torch.cat(drafts), tokens[prompt_length:])
