@@ -1,0 +1,84 @@
+"""Train drafters side by side at equal steps and data, and measure each one's exact acceptance length at T = 0.
+
+    python examples/compare_drafters.py --target SmolLM2.gguf --train 'data/train-*.npz' --greedy data/eval-greedy.jsonl \
+        --variants variants.json --out results/
+
+`--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`. `--greedy`: JSONL with
+`benchmark`, `prompt_ids` and `greedy_ids`, the target's own greedy continuations. `variants.json`: a list of
+`dspine_hf.lab.Variant` fields. One JSON per variant is written, and its weights with `--save NAME`.
+"""
+
+import argparse
+import glob
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dspine_hf.configuration_dspine import spread_layer_ids
+from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant, write_json
+from dspine_hf.loading import load_target
+
+
+def read_sequences(pattern: str, limit: int | None):
+    """(tokens, prompt_length) pairs of every npz file that matches."""
+    sequences = []
+    for path in sorted(glob.glob(pattern)):
+        arrays = np.load(path)
+        ends = arrays["length"].astype(np.int64).cumsum()
+        starts = ends - arrays["length"]
+        tokens = arrays["tokens"]
+        sequences += [(tokens[a:b], int(p)) for a, b, p in zip(starts, ends, arrays["prompt_length"], strict=True)]
+    return sequences[:limit]
+
+
+def read_greedy(path: str, per_set: int | None):
+    """Sequences of prompt + greedy continuation, and the benchmark of each."""
+    sequences, names, seen = [], [], {}
+    for line in open(path):
+        row = json.loads(line)
+        seen[row["benchmark"]] = seen.get(row["benchmark"], 0) + 1
+        if (per_set is None or seen[row["benchmark"]] <= per_set) and len(row["greedy_ids"]) > 1:
+            sequences.append((np.array(row["prompt_ids"] + row["greedy_ids"]), len(row["prompt_ids"])))
+            names.append(row["benchmark"])
+    return sequences, names
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("target", "train", "greedy", "variants", "out"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--limit", type=int, help="use only this many training sequences")
+    parser.add_argument("--per-set", type=int, help="use only this many prompts of each benchmark")
+    parser.add_argument("--save", nargs="*", default=[], help="variants whose weights are written (bf16)")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no variant after this long")
+    args = parser.parse_args()
+    started, out = time.perf_counter(), Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)[0].to(device)
+    model.requires_grad_(False)
+    layers = spread_layer_ids(model.config.num_hidden_layers, 5)
+    store = FeatureStore(model, layers, read_sequences(args.train, args.limit))
+    counts = store.token_counts(model.config.vocab_size) + 0.1
+    greedy, names = read_greedy(args.greedy, args.per_set)
+    held_out = FeatureStore(model, layers, greedy, max_length=1024)
+    print(f"{len(store)} sequences, {store.tokens.shape[0]} tokens, ready after {time.perf_counter() - started:.0f} s", flush=True)
+    for fields in json.loads(Path(args.variants).read_text()):
+        if time.perf_counter() - started > args.seconds:
+            print(f"skipped {fields['name']}: out of time")
+            continue
+        variant = Variant(**fields)
+        drafter, record = train_variant(variant, model, store, counts)
+        record["offline"] = evaluate_offline(drafter, model, held_out, names)
+        write_json(out / f"{variant.name}.json", record)
+        summary = {k: v for k, v in record["offline"].items() if k != "benchmarks"}
+        print(f"== {variant.name}: {json.dumps(summary)} {record['steps_per_second']} steps/s", flush=True)
+        if variant.name in args.save:
+            drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,280 @@
+"""Train several drafters on one target's features, held on the device, at equal steps and data; evaluate each exactly."""
+
+import json
+import math
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .blocks import sample_anchors
+from .losses import LossWeights
+from .modeling_dspine import DSpineDraftModel
+from .muon import MuonAdamW
+from .objective import SequenceBatch, block_states, training_loss
+from .offline import Walk, loop_tail_start, offline_walk
+
+
+@dataclass
+class Variant:
+    """One drafter to train: its config overrides, loss and optimiser.
+
+    kind: "dspine" or a name in `baselines.BASELINES`. space: "uniform" or "frequency" weighting of the transfer space.
+    forcing: teacher-forcing probability at the start, falling to 0 over the first `forcing_until` of the steps.
+    oracle: force every message to the true predecessor's, in training and evaluation: a bound, not a drafter.
+    seconds: train for at most this long; the schedule is fitted to the steps that the first 100 suggest.
+    """
+
+    name: str
+    kind: str = "dspine"
+    config: dict[str, Any] = field(default_factory=dict)
+    loss: dict[str, Any] = field(default_factory=dict)
+    steps: int = 3000
+    learning_rate: float = 1e-3
+    optimizer: str = "adamw"
+    weight_decay: float = 0.01
+    sequences: int = 32
+    anchors: int = 48
+    space: str = "uniform"
+    forcing: float = 0.0
+    forcing_until: float = 0.6
+    oracle: bool = False
+    seed: int = 0
+    seconds: float | None = None
+
+
+class FeatureStore:
+    """Token sequences and the target's states for them, flat on one device.
+
+    Args:
+        model: the target. layer_ids: whose outputs to keep.
+        sequences: (tokens, prompt_length) pairs; longer ones are cut to `max_length`.
+    """
+
+    def __init__(self, model, layer_ids: list[int], sequences, max_length: int = 448, batch_tokens: int = 65536):
+        self.model, self.layer_ids, self.max_length = model, layer_ids, max_length
+        kept = [(np.asarray(t[:max_length]), p) for t, p in sequences if p < min(len(t), max_length) - 1]
+        self.lengths = torch.tensor([len(t) for t, _ in kept], device=model.device)
+        self.prompt_lengths = torch.tensor([p for _, p in kept], device=model.device)
+        self.offsets = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])[:-1]
+        flat = np.concatenate([t for t, _ in kept]).astype(np.int64)
+        self.tokens = torch.from_numpy(flat).to(model.device)
+        d = model.config.hidden_size
+        rows = len(flat) + max_length
+        self.features = torch.empty(rows, len(layer_ids) * d, dtype=model.dtype, device=model.device)
+        self.final = torch.empty(rows, d, dtype=model.dtype, device=model.device)
+        self.features[len(flat) :] = 0
+        self.final[len(flat) :] = 0
+        self._fill(batch_tokens)
+
+    def __len__(self) -> int:
+        return self.lengths.shape[0]
+
+    @torch.no_grad()
+    def _fill(self, batch_tokens: int) -> None:
+        order = self.lengths.argsort().tolist()
+        start = 0
+        while start < len(order):
+            longest = int(self.lengths[order[min(start + 255, len(order) - 1)]])
+            part = order[start : start + max(1, min(256, batch_tokens // longest))]
+            start += len(part)
+            width = int(self.lengths[part].max())
+            ids = torch.tensor(part, device=self.tokens.device)
+            places = self.offsets[ids].unsqueeze(1) + torch.arange(width, device=ids.device)
+            inside = torch.arange(width, device=ids.device) < self.lengths[ids].unsqueeze(1)
+            tokens = self.tokens[places.clamp_max(self.tokens.shape[0] - 1)]
+            states = self.model.model(input_ids=tokens, output_hidden_states=True, use_cache=False)
+            taps = torch.cat([states.hidden_states[i + 1] for i in self.layer_ids], dim=-1)
+            self.features[places[inside]] = taps[inside]
+            self.final[places[inside]] = states.last_hidden_state[inside]
+
+    def batch(self, index: torch.Tensor, anchors: int, with_final: bool) -> SequenceBatch:
+        """The sequences `index` [batch] as padded tensors of `max_length`, with fresh anchors."""
+        places = self.offsets[index].unsqueeze(1) + torch.arange(self.max_length, device=index.device)
+        lengths, prompts = self.lengths[index], self.prompt_lengths[index]
+        return SequenceBatch(
+            tokens=self.tokens[places.clamp_max(self.tokens.shape[0] - 1)],
+            lengths=lengths,
+            prompt_lengths=prompts,
+            features=self.features[places],
+            anchors=sample_anchors(prompts, lengths, anchors),
+            final=self.final[places] if with_final else None,
+        )
+
+    def token_counts(self, vocab_size: int) -> torch.Tensor:
+        """How often each token occurs in the responses [vocab_size], fp64."""
+        inside = torch.zeros_like(self.tokens, dtype=torch.bool)
+        for offset, prompt, length in zip(
+            self.offsets.tolist(), self.prompt_lengths.tolist(), self.lengths.tolist(), strict=True
+        ):
+            inside[offset + prompt : offset + length] = True
+        return torch.bincount(self.tokens[inside], minlength=vocab_size).double()
+
+
+def build_drafter(variant: Variant, model, counts: torch.Tensor | None) -> DSpineDraftModel:
+    """A fresh fp32 drafter of the variant's kind on the model's device."""
+    torch.manual_seed(variant.seed)
+    weights = counts if variant.space == "frequency" else None
+    if variant.kind == "dspine":
+        drafter = DSpineDraftModel.for_target(model, weights, **variant.config)
+    else:
+        from .baselines import BASELINES
+
+        drafter = BASELINES[variant.kind](model, weights, **variant.config)
+    return drafter.float().to(model.device)
+
+
+def learning_rate_factor(step: int, steps: int, warmup: float = 0.04, floor: float = 0.01) -> float:
+    """Linear warm-up, then cosine down to `floor`."""
+    ramp = max(1, int(warmup * steps))
+    if step < ramp:
+        return (step + 1) / ramp
+    progress = (step - ramp) / max(1, steps - ramp)
+    return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def make_optimizer(drafter: DSpineDraftModel, variant: Variant) -> torch.optim.Optimizer:
+    """The variant's optimiser over all trainable parameters."""
+    if variant.optimizer == "muon":
+        return MuonAdamW(drafter.named_parameters(), lr=variant.learning_rate, weight_decay=variant.weight_decay)
+    decayed = [p for p in drafter.parameters() if p.ndim >= 2]
+    plain = [p for p in drafter.parameters() if p.ndim < 2]
+    groups = [{"params": decayed, "weight_decay": variant.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    fused = next(drafter.parameters()).is_cuda
+    return torch.optim.AdamW(groups, lr=variant.learning_rate, betas=(0.9, 0.95), fused=fused)
+
+
+def train_variant(
+    variant: Variant, model, store: FeatureStore, counts: torch.Tensor, log_every: int = 250, log=print
+) -> tuple[DSpineDraftModel, dict[str, Any]]:
+    """Train one variant on the store. Returns the drafter and its record (history, speed, memory)."""
+    device = model.device
+    drafter = build_drafter(variant, model, counts).train()
+    view = drafter.bind_target(model)
+    optimizer = make_optimizer(drafter, variant)
+    weights = LossWeights(**variant.loss)
+    cuda = device.type == "cuda"
+    torch.compiler.reset()
+    states_fn = torch.compile(block_states, dynamic=False) if cuda else block_states
+    options = {"states_fn": states_fn, "compiled": cuda}
+    generator = torch.Generator().manual_seed(variant.seed)
+    history, total, order, steps = [], None, [], variant.steps
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    started = warm = time.perf_counter()
+    step = 0
+    while step < steps:
+        if len(order) < variant.sequences:
+            order = torch.randperm(len(store), generator=generator).tolist()
+        index = torch.tensor(order[: variant.sequences], device=device)
+        order = order[variant.sequences :]
+        batch = store.batch(index, variant.anchors, bool(weights.distill or weights.total_variation))
+        for group in optimizer.param_groups:
+            group["lr"] = variant.learning_rate * learning_rate_factor(step, steps)
+        forcing = 1.0 if variant.oracle else variant.forcing * max(0.0, 1 - step / (variant.forcing_until * steps))
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
+            loss, parts = training_loss(drafter, view, batch, weights, **options, forcing_probability=forcing)
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total = parts if total is None else {k: total[k] + v for k, v in parts.items()}
+        step += 1
+        if step == 20:
+            warm = _now(cuda)
+        if step == 100 and variant.seconds is not None:
+            left = variant.seconds - (_now(cuda) - started)
+            steps = min(steps, step + max(0, int(left * (step - 20) / (_now(cuda) - warm))))
+        if step % log_every == 0 or step == steps:
+            span = log_every if step % log_every == 0 else step % log_every
+            entry = {"step": step, "seconds": round(_now(cuda) - started, 1), "gradient_norm": round(float(norm), 3)}
+            entry |= {k: _rounded(v / span) for k, v in total.items()}
+            history.append(entry)
+            log(f"{variant.name}: {json.dumps(entry)}")
+            total = None
+    rate = (step - 20) / max(1e-9, _now(cuda) - warm)
+    record = {
+        "variant": asdict(variant),
+        "steps": step,
+        "steps_per_second": round(rate, 2),
+        "blocks_per_second": round(rate * variant.sequences * variant.anchors, 1),
+        "peak_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2) if cuda else None,
+        "parameters": sum(p.numel() for p in drafter.parameters()),
+        "history": history,
+    }
+    return drafter.eval(), record
+
+
+def _now(cuda: bool) -> float:
+    if cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _rounded(value: torch.Tensor) -> Any:
+    flat = value.float().reshape(-1).tolist()
+    return round(flat[0], 4) if len(flat) == 1 else [round(x, 4) for x in flat]
+
+
+@torch.no_grad()
+def evaluate_offline(drafter: DSpineDraftModel, model, store: FeatureStore, names: list[str]) -> dict[str, Any]:
+    """Exact T = 0 acceptance on greedy continuations, by benchmark, with and without loop tails.
+
+    Args:
+        store: features of prompt + the target's own greedy continuation; names: the benchmark of each sequence.
+    """
+    view = drafter.bind_target(model)
+    rows = []
+    cuda = model.device.type == "cuda"
+    for i, name in enumerate(names):
+        start, length = int(store.offsets[i]), int(store.lengths[i])
+        prompt = int(store.prompt_lengths[i])
+        tokens, features = store.tokens[start : start + length], store.features[start : start + length][None]
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda):
+            walk = offline_walk(drafter, view, features, tokens, prompt)
+        tail = loop_tail_start(tokens[prompt:].tolist())
+        rows.append({"benchmark": name, "walk": walk, "loop": tail is not None})
+    return summarise(rows)
+
+
+def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Acceptance length per benchmark and on average; the mean over prompts of each set, then over sets."""
+    benchmarks: dict[str, Any] = {}
+    for name in dict.fromkeys(r["benchmark"] for r in rows):
+        mine = [r for r in rows if r["benchmark"] == name]
+        clean = [r for r in mine if not r["loop"]]
+        benchmarks[name] = {
+            "acceptance_length": round(_mean_length([r["walk"] for r in mine]), 4),
+            "acceptance_length_without_loops": round(_mean_length([r["walk"] for r in clean]), 4),
+            "slot_acceptance": _slot_rates([r["walk"] for r in mine]),
+            "per_prompt": [[r["walk"].new_tokens, r["walk"].rounds, int(r["loop"])] for r in mine],
+        }
+    means = [b["acceptance_length"] for b in benchmarks.values()]
+    clean_means = [b["acceptance_length_without_loops"] for b in benchmarks.values()]
+    return {
+        "mean_acceptance_length": round(sum(means) / len(means), 4),
+        "mean_acceptance_length_without_loops": round(sum(clean_means) / len(clean_means), 4),
+        "slot_acceptance": _slot_rates([r["walk"] for r in rows]),
+        "benchmarks": benchmarks,
+    }
+
+
+def _mean_length(walks: list[Walk]) -> float:
+    """Tokens over passes of the whole set: long answers count by their length."""
+    return sum(w.new_tokens - 1 for w in walks) / max(1, sum(w.rounds for w in walks))
+
+
+def _slot_rates(walks: list[Walk]) -> list[float]:
+    trials = np.sum([w.trials for w in walks], axis=0)
+    hits = np.sum([w.hits for w in walks], axis=0)
+    return [round(float(h / max(1, t)), 4) for h, t in zip(hits, trials, strict=True)]
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that the file is either the old or the new one."""
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=1))
+    temporary.replace(path)
