@@ -1,4 +1,4 @@
-"""An oracle drafter: it knows a reference continuation and misses it at chosen positions, so that drafts get accepted."""
+"""An oracle drafter: it knows a reference continuation and misses it at chosen positions, so drafts get accepted."""
 
 from dataclasses import dataclass
 
@@ -103,9 +103,7 @@ def small_target(seed: int = 0, family=(LlamaConfig, LlamaForCausalLM), scale: f
     with torch.no_grad():
         target.get_input_embeddings().weight.normal_(0, 1.0)
         target.get_output_embeddings().weight.normal_(0, scale / values["hidden_size"] ** 0.5)
-    target.generation_config.eos_token_id = (
-        values["eos_token_id"] if "eos_token_id" not in overrides else overrides["eos_token_id"]
-    )
+    target.generation_config.eos_token_id = overrides.get("eos_token_id")
     target.generation_config.pad_token_id = 0
     return target
 
