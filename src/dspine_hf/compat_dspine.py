@@ -16,7 +16,6 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerationMixin
 
-
 HOOK_PROTOCOL = 1
 """Version of the agreement between hook and drafter: a newer hook replaces an older one."""
 

@@ -21,7 +21,6 @@ from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
 from .walk_dspine import walk
 
-
 _STATEFUL_PROCESSORS = (
     "WatermarkLogitsProcessor",
     "SynthIDTextWatermarkLogitsProcessor",

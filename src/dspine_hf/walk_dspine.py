@@ -27,7 +27,6 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-
 ROW_WISE = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
