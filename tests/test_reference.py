@@ -224,6 +224,28 @@ def test_blocks_of_one_pass_equal_blocks_drafted_one_by_one(target, rewrite_laye
         assert deviation(again[:, i], single_again[:, 0].double()) < TOLERANCE
 
 
+@pytest.mark.parametrize("rewrite_layers", [0, 1])
+def test_padded_rows_of_a_batch_draft_like_single_prompts(target, rewrite_layers):
+    drafter = tiny_drafter(target, rewrite_layers=rewrite_layers)
+    view, lengths, slots = drafter.bind_target(target), [4, 7], drafter.config.num_draft_slots
+    features = torch.stack([random_context(7, drafter.config, seed)[0] for seed in (1, 2)])
+    positions = torch.stack([(torch.arange(7) - (7 - length)).clamp_min(0) for length in lengths])
+    seen = torch.stack([torch.arange(7 + 1 + slots) >= 7 - length for length in lengths])
+    cache = drafter.new_cache()
+    drafter.extend_context(cache, features, positions)
+    anchors, starts = torch.tensor([7, 9]), torch.tensor(lengths)
+    block = drafter.draft_block(view, cache, anchors, starts, attention_mask=seen)
+    for i, length in enumerate(lengths):
+        alone = filled_cache(drafter, features[i, 7 - length :], list(range(length)))
+        single = drafter.draft_block(view, alone, anchors[i : i + 1], starts[i : i + 1])
+        assert block.candidates[i].tolist() == single.candidates[0].tolist()
+        assert deviation(block.unary[i], single.unary[0].double()) < TOLERANCE
+        assert deviation(block.transitions.first[i], single.transitions.first[0].double()) < TOLERANCE
+        assert deviation(block.transitions.pairs[i], single.transitions.pairs[0].double()) < TOLERANCE
+    for slot in range(1, slots + 1):
+        assert block.row(slot, anchors).shape == (2, target.config.vocab_size)
+
+
 def test_the_score_of_slot_1_is_its_unary_logit(target):
     """The first slot's predecessor is always decided, so writing again changes nothing."""
     drafter = tiny_drafter(target)

@@ -22,7 +22,7 @@ def spread_layer_ids(num_target_layers: int, num_draft_layers: int) -> list[int]
         raise ValueError(f"a DSpine drafter reads a target with at least 2 decoder layers; this one has {n}.")
     if count == 1:
         return [n // 2 if n > 2 else 0]
-    if n < 2 * count:
+    if n < max(2 * count, 5):
         ids = [round(i * (n - 2) / (count - 1)) for i in range(count)]
     else:
         ids = [round(1 + i * (n - 4) / (count - 1)) for i in range(count)]
