@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 from rich.console import Console
 
-COMMANDS = ("demo", "generate")
+COMMANDS = ("demo", "generate", "train")
 
 app = typer.Typer(
     name="dspine",
@@ -18,7 +18,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for _name in COMMANDS:
-    app.command(_name)(importlib.import_module(f"dspine_hf.commands.{_name}").run)
+    _module = importlib.import_module(f"dspine_hf.commands.{_name}")
+    _context = getattr(_module, "CONTEXT", None)
+    app.command(_name, context_settings=_context, epilog=getattr(_module, "EPILOG", None))(_module.run)
 
 
 @app.callback()

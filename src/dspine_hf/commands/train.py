@@ -1,0 +1,160 @@
+"""`dspine train`: a drafter for a target, from its own responses; every training argument of Transformers applies."""
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from transformers import set_seed
+
+from ..embedded import load_embedded_target
+from ..loading import load_target
+from ..lora import add_lora
+from ..modeling_dspine import DSpineDraftModel
+from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
+from .common import Dtype
+
+if TYPE_CHECKING:
+    from ..training import DSpineTrainingArguments
+
+CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
+EPILOG = (
+    "Every field of DSpineTrainingArguments and of transformers.TrainingArguments is an option too: --max-steps 1000 "
+    "--per-device-train-batch-size 8 --learning-rate 6e-4 --anchors-per-sequence 48 --loss-layer 0.3 --bf16 --report-to "
+    "tensorboard ... Several GPUs: accelerate launch -m dspine_hf.cli train ..."
+)
+
+
+def run(
+    context: typer.Context,
+    data: Annotated[
+        str, typer.Option(help="Training data: the folder of 'dspine regenerate', or chat data (JSONL, Parquet, name).")
+    ],
+    output_dir: Annotated[str, typer.Option(help="Where checkpoints and the finished drafter go.")] = "dspine-drafter",
+    target: Annotated[
+        str | None, typer.Option(help="Hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct.")
+    ] = None,
+    target_dtype: Annotated[Dtype, typer.Option(help="Dtype of the frozen target.")] = Dtype.bfloat16,
+    drafter: Annotated[str | None, typer.Option(help="Start from this drafter instead of a fresh one.")] = None,
+    config: Annotated[
+        list[str] | None, typer.Option(help="Field of a fresh drafter's DSpineConfig, e.g. block_size=16. Repeatable.")
+    ] = None,
+    eval_size: Annotated[
+        int, typer.Option(min=0, help="Hold out this many prompts, and select the model by acceptance length on them.")
+    ] = 0,
+    eval_data: Annotated[str | None, typer.Option(help="Evaluate on these sequences instead of held-out ones.")] = None,
+    lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA layers; adapts --drafter, merged back at the end.")] = 0,
+    frequency_space: Annotated[
+        bool, typer.Option(help="Fit the transfer space to the tokens' frequencies in the responses.")
+    ] = False,
+    thinking: Annotated[bool | None, typer.Option(help="Thinking mode of the chat template, for chat data.")] = None,
+    resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint in --output-dir.")] = True,
+) -> None:
+    """Train a drafter, or go on with it; stopped at any moment, the same command resumes."""
+    from ..training import DSpineTrainer, last_complete_checkpoint
+
+    args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
+    console = Console(stderr=True, quiet=args.process_index > 0)
+    set_seed(args.seed)
+    model, tokenizer = load_frozen(target, target_dtype.torch)
+    model = model.to(args.device)
+    rows = load_sequences(data, tokenizer, args.max_length, thinking)
+    held_out = None
+    if eval_data is not None:
+        held_out = load_sequences(eval_data, tokenizer, args.max_length, thinking)
+    elif eval_size:
+        rows, held_out = split_prompts(rows, eval_size)
+    counts = token_counts(rows, model.get_output_embeddings().weight.shape[0]) if frequency_space else None
+    start = build_drafter(model, drafter, config or [], counts)
+    if lora:
+        if drafter is None:
+            raise ValueError("expected --drafter with the drafter that --lora adapts; found none. Name its folder.")
+        add_lora(start, lora)
+    trainer = DSpineTrainer(
+        start.to(args.device),
+        model,
+        args,
+        train_dataset=TokenSequences(rows, args.max_length),
+        eval_dataset=None if held_out is None else TokenSequences(held_out, args.max_length),
+    )
+    checkpoint = last_complete_checkpoint(output_dir) if resume else None
+    console.print(f"{len(rows)} sequences" + (f", resuming from {checkpoint}" if checkpoint else ""), style="dim")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.save_drafter(output_dir, torch.bfloat16 if args.bf16 else torch.float32)
+    trainer.save_state()
+    console.print(f"The drafter is in {output_dir}. Measure it: dspine eval --drafter {output_dir} ...", style="dim")
+
+
+def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpineTrainingArguments":
+    """The options that are fields of the training arguments. With an evaluation set, the best checkpoint is kept.
+
+    Raises:
+        ValueError: an option is no field.
+    """
+    from transformers import HfArgumentParser
+
+    from ..training import DSpineTrainingArguments
+
+    parser = HfArgumentParser(DSpineTrainingArguments, prog="dspine train", exit_on_error=False)
+    defaults = ["--output_dir", output_dir]
+    names = {word.split("=")[0].lstrip("-").replace("-", "_") for word in extra if word.startswith("--")}
+    if not names & {"bf16", "fp16", "use_cpu"} and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        defaults += ["--bf16", "true"]
+    if evaluates:
+        defaults += [] if "eval_strategy" in names else ["--eval_strategy", "steps"]
+        defaults += [] if "load_best_model_at_end" in names else ["--load_best_model_at_end", "true"]
+        if not names & {"eval_steps", "save_steps"}:
+            defaults += ["--eval_steps", "500"]
+        elif "eval_steps" not in names:
+            defaults += ["--eval_steps", _value(extra, "save_steps")]
+        elif "save_steps" not in names:
+            defaults += ["--save_steps", _value(extra, "eval_steps")]
+    else:
+        defaults += ["--metric_for_best_model", ""] if "metric_for_best_model" not in names else []
+    args, unknown = parser.parse_args_into_dataclasses([*defaults, *extra], return_remaining_strings=True)
+    if unknown:
+        raise ValueError(
+            f"expected options of dspine train or of transformers.TrainingArguments; found {' '.join(unknown)}. "
+            "'dspine train --help' lists the former."
+        )
+    return args
+
+
+def load_frozen(target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The target and its tokenizer; None stands for the embedded one."""
+    return load_embedded_target(dtype) if target is None else load_target(target, dtype)
+
+
+def build_drafter(
+    model: Any, drafter: str | None, fields: list[str], counts: torch.Tensor | None = None
+) -> DSpineDraftModel:
+    """A fresh fp32 drafter for `model`, or the one at `drafter`.
+
+    Raises:
+        ValueError: a field is not of the form name=value, or fields were given for an existing drafter.
+    """
+    if drafter is not None:
+        if fields:
+            raise ValueError("expected --config only for a fresh drafter; found --drafter too. Leave one of them out.")
+        loaded = DSpineDraftModel.from_pretrained(drafter, dtype=torch.float32)
+        loaded.check_target(model)
+        return loaded
+    overrides = {}
+    for field in fields:
+        name, equals, value = field.partition("=")
+        if not equals:
+            raise ValueError(f"expected --config name=value; found '{field}'. For example: --config block_size=16.")
+        try:
+            overrides[name] = json.loads(value)
+        except json.JSONDecodeError:
+            overrides[name] = value
+    return DSpineDraftModel.for_target(model, counts, **overrides).float()
+
+
+def _value(words: list[str], name: str) -> str:
+    for i, word in enumerate(words):
+        key, equals, value = word.partition("=")
+        if key.lstrip("-").replace("-", "_") == name:
+            return value if equals else words[i + 1]
+    raise ValueError(f"expected a value after --{name}; found none.")
