@@ -160,7 +160,7 @@ class DSparkDrafter(PairDrafter):
         weights: LossWeights,
         states_fn: Callable = block_states,
         compiled: bool = False,
-        **_: Any,
+        **ignored: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`weights.unary` x CE(E h) + `weights.conditional` x CE(the sum, given the true predecessor).
 
@@ -210,7 +210,7 @@ class DFlash2Drafter(PairDrafter):
         weights: LossWeights,
         states_fn: Callable = block_states,
         compiled: bool = False,
-        **_: Any,
+        **ignored: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """`weights.unary` x CE(U) + `weights.conditional` x K-way CE(S given the true predecessor).
 
@@ -275,7 +275,7 @@ def with_label(candidates: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Te
 
 
 def _builder(kind: type[DSpineDraftModel]) -> Callable[..., DSpineDraftModel]:
-    def build(model: nn.Module, token_weights: torch.Tensor | None = None, **config_overrides: Any):
+    def build(model: nn.Module, token_weights: torch.Tensor | None = None, **config_overrides: Any) -> Any:
         return kind.for_target(model, token_weights, **config_overrides)
 
     return build

@@ -43,6 +43,7 @@ class EagleDrafter(DSpineDraftModel):
         layer = EagleLayer(config)
         layer.apply(self._init_weights)
         self.layers = nn.ModuleList([layer])
+        self.mask_embedding = None
 
     @classmethod
     def for_target(
@@ -65,7 +66,7 @@ class EagleDrafter(DSpineDraftModel):
         tokens: torch.Tensor,
         anchors: torch.Tensor,
         predecessors: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """B-1 steps from every anchor.
 
         Args:
@@ -73,7 +74,8 @@ class EagleDrafter(DSpineDraftModel):
             predecessors: the tokens fed at each step [batch, blocks, B-1]; None: the drafter's own greedy choices.
 
         Returns:
-            Normed states [batch, blocks, B-1, d], and the greedy choices [batch, blocks, B-1] (None when given).
+            Normed states [batch, blocks, B-1, d], and each step's successor [batch, blocks, B-1]: the greedy choice,
+            or the token fed at that step when predecessors are given.
         """
         layer, (batch, blocks), length = self.layers[0], anchors.shape, tokens.shape[1]
         fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
@@ -97,8 +99,8 @@ class EagleDrafter(DSpineDraftModel):
             states.append(self.norm(state))
             if predecessors is None:
                 token = view.logits(states[-1]).argmax(-1)
-                chosen.append(token)
-        return torch.stack(states, dim=2), None if predecessors is not None else torch.stack(chosen, dim=2)
+            chosen.append(token)
+        return torch.stack(states, dim=2), torch.stack(chosen, dim=2)
 
     @torch.no_grad()
     def draft_from_anchors(
@@ -120,7 +122,7 @@ class EagleDrafter(DSpineDraftModel):
         batch: SequenceBatch,
         weights: LossWeights,
         compiled: bool = False,
-        **_: Any,
+        **ignored: Any,
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The cross-entropy of every step, fed with the true tokens and its own states; only slot weights matter."""
         blocks = batch.cut(self.config.block_size)

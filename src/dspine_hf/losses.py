@@ -1,6 +1,7 @@
 """The training loss: unary and conditional cross-entropy through a frozen head, and layer-wise supervision of z."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -104,7 +105,7 @@ class _ChunkedLoss(torch.autograd.Function):
         ctx, unary, conditional, extra, head, labels, teacher, unary_weights, conditional_weights, settings, chunk, fn
     ):
         total = torch.zeros((), device=labels.device)
-        grads = [None if x is None else torch.empty_like(x) for x in (unary, conditional)]
+        grads: list[Any] = [None if x is None else torch.empty_like(x) for x in (unary, conditional)]
         grads.append(None if extra is None else torch.zeros_like(extra, dtype=torch.float32))
         hits = torch.zeros(2, labels.shape[0], dtype=torch.bool, device=labels.device)
         columns = None if extra is None else extra.to(head.dtype)
@@ -168,9 +169,14 @@ def token_loss(
         raise ValueError("distill and total_variation need the target's final states: pass teacher=.")
     if not (settings[0] or settings[1]):
         teacher = None
-    head = head.detach().to((conditional if unary is None else unary).dtype)
+    first = conditional if unary is None else unary
+    if first is None:
+        raise ValueError("there is nothing to score: pass unary=, conditional= or both.")
+    head = head.detach().to(first.dtype)
     columns = None
     if extra is not None:
+        if conditional is None:
+            raise ValueError("extra= belongs to the conditional stream: pass conditional= too.")
         codes, columns = extra
         conditional = torch.cat([conditional, codes.to(conditional.dtype)], dim=-1)
     fn = _compiled_pair_terms if compiled else _pair_terms
