@@ -63,17 +63,19 @@ class Walk:
         return (self.new_tokens - 1) / max(1, self.rounds)
 
 
-def walk_rounds(drafts: torch.Tensor, continuation: torch.Tensor) -> Walk:
+def walk_rounds(drafts: torch.Tensor, continuation: torch.Tensor, stopped: bool = False) -> Walk:
     """Replay the rounds that the real loop would run.
 
     Args:
         drafts: [n - 1, B-1], drafts from anchors continuation[0..n-2]; continuation: [n] greedy tokens.
+        stopped: the last token ended the text (end of sequence), so that it may be drafted; else the length limit did,
+            which leaves it to the target. The number of rounds is the same.
     """
     n, slots = continuation.shape[0], drafts.shape[1]
     drafts, truth = drafts.tolist(), continuation.tolist()
     trials, hits, rounds, place = [0] * slots, [0] * slots, 0, 0
     while place < n - 1:
-        accepted, room = 0, min(slots, n - 2 - place)
+        accepted, room = 0, min(slots, n - (1 if stopped else 2) - place)
         while accepted < room:
             trials[accepted] += 1
             if drafts[place][accepted] != truth[place + 1 + accepted]:
@@ -102,6 +104,26 @@ def loop_tail_start(tokens: list[int], longest_period: int = 64, repeats: int = 
 
 
 @torch.no_grad()
+def offline_drafts(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    tokens: torch.Tensor,
+    prompt_length: int,
+    chunk: int = 128,
+) -> torch.Tensor:
+    """Greedy drafts from every token of a continuation but the last: [n - 1, B-1].
+
+    Args:
+        features: the target's states of the whole sequence [1, length, len(ids) * d]; tokens: [length].
+    """
+    anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
+    if not len(anchors):
+        return tokens.new_zeros(0, drafter.config.num_draft_slots)
+    pieces = anchors.split(chunk)
+    return torch.cat([draft_from_anchors(drafter, view, features, part, tokens[part], tokens) for part in pieces])
+
+
 def offline_walk(
     drafter: DSpineDraftModel,
     view: TargetView,
@@ -110,14 +132,6 @@ def offline_walk(
     prompt_length: int,
     chunk: int = 128,
 ) -> Walk:
-    """The exact rounds of one greedy continuation.
-
-    Args:
-        features: the target's states of the whole sequence [1, length, len(ids) * d]; tokens: [length].
-    """
-    anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
-    slots = drafter.config.num_draft_slots
-    if not len(anchors):
-        return Walk(int(tokens.shape[0] - prompt_length), 0, [0] * slots, [0] * slots)
-    drafts = [draft_from_anchors(drafter, view, features, part, tokens[part], tokens) for part in anchors.split(chunk)]
-    return walk_rounds(torch.cat(drafts), tokens[prompt_length:])
+    """The exact rounds of one greedy continuation; arguments as in [`offline_drafts`]."""
+    drafts = offline_drafts(drafter, view, features, tokens, prompt_length, chunk)
+    return walk_rounds(drafts, tokens[prompt_length:])
