@@ -57,7 +57,7 @@ def test_stats_count_every_slot_given_that_the_earlier_ones_were_accepted():
     reference = target.generate(ids, max_new_tokens=40, do_sample=False)[0]
     drafter = oracle_for(target, reference, miss_every=7)
     target.generate(ids, max_new_tokens=23, do_sample=False, assistant_model=drafter)
-    # The oracle misses positions 7, 14 and 21. Anchors stand at 4, 7, 13, 14, 20 and 21: 3, 6, 1, 6, 1 and 5 new tokens.
+    # The oracle misses positions 7, 14 and 21, so anchors stand at 4, 7, 13, 14, 20 and 21.
     stats = drafter.generation_stats
     assert (stats.rounds, stats.new_tokens, stats.drafted, stats.accepted) == (6, 23, 5 * 5 + 4, 2 + 5 + 0 + 5 + 0 + 4)
     assert stats.acceptance_length == pytest.approx(22 / 6)
@@ -135,7 +135,9 @@ PROCESSORS = {
     "bad words": {"bad_words_ids": [[47], [23, 2]]},
     "bias": {"sequence_bias": [[[31], 4.0]]},
     "prefix function": {"prefix_allowed_tokens_fn": lambda _, ids: [3, 8, 12] if len(ids) % 3 else list(range(61))},
-    "forced in a prefix function": {"prefix_allowed_tokens_fn": lambda _, ids: [len(ids)] if len(ids) % 5 == 4 else [7, 9]},
+    "forced in a prefix function": {
+        "prefix_allowed_tokens_fn": lambda _, ids: [len(ids)] if len(ids) % 5 == 4 else [7, 9]
+    },
 }
 
 

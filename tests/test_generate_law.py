@@ -1,4 +1,4 @@
-"""Sampling with a drafter keeps the target's distribution: exact laws from the returned q, and the sampler against it."""
+"""Sampling with a drafter keeps the target's distribution: exact laws from the returned q, and draws against it."""
 
 from collections import Counter
 
@@ -39,9 +39,9 @@ def block_of(independent: bool, seed: int = 0):
 
 def processors_of(target, ids, options):
     """What generate() makes of the options."""
-    config = target._prepare_generation_config(None, do_sample=True, top_k=options.get("top_k", 0), **{
-        k: v for k, v in options.items() if k != "top_k"
-    })[0]
+    config = target._prepare_generation_config(
+        None, do_sample=True, top_k=options.get("top_k", 0), **{k: v for k, v in options.items() if k != "top_k"}
+    )[0]
     target._prepare_special_tokens(config, False, device="cpu", batch_size=1)
     return target._get_logits_processor(config, input_ids_seq_length=ids.shape[1], encoder_input_ids=ids, device="cpu")
 

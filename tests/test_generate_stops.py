@@ -6,10 +6,9 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 from transformers.generation import stopping_criteria
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
+from dspine_hf import rounds_dspine
 from helpers.oracle import greedy_pair, oracle_for, prompt, small_target
 from helpers.words import character_tokenizer
-
-from dspine_hf import rounds_dspine
 
 NEW = 20
 

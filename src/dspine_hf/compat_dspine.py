@@ -1,8 +1,8 @@
 """Every difference between the supported transformers versions, and the hook that brings a drafter into generate().
 
-The hook wraps three methods of `GenerationMixin`. Each wrapper asks the assistant, by method and never by class, whether
-it drafts DSpine blocks; everything else goes to the original. So a drafter loaded as remote code is served by a hook
-that the installed package put there, and the other way round (DESIGN.md section 3).
+The hook wraps three methods of `GenerationMixin`. Each wrapper asks the assistant, by method and never by class,
+whether it drafts DSpine blocks; everything else goes to the original. So a drafter loaded as remote code is served by
+a hook that the installed package put there, and the other way round (DESIGN.md section 3).
 """
 
 import functools
@@ -88,7 +88,7 @@ _WRAPPERS = {
 
 def install_hook(mixin: type = GenerationMixin, protocol: int = HOOK_PROTOCOL) -> None:
     """
-    Wraps the three methods of `mixin` once. A wrapper of an older protocol is replaced, of the same or a newer one kept.
+    Wraps the three methods of `mixin` once: a wrapper of an older protocol is replaced, any other is kept.
 
     Raises:
         ImportError: if a method is missing or no longer takes the parameters that the wrapper relies on.
@@ -192,8 +192,8 @@ def check_layer_types(target: Any) -> None:
     found = sorted({kind for kind in layer_types if any(word in str(kind) for word in _UNCROPPABLE_LAYER_TYPES)})
     if found or getattr(target, "_is_stateful", False):
         raise ValueError(
-            f"{type(target).__name__} is a linear-attention, recurrent or hybrid target ({', '.join(found) or 'stateful'}"
-            "): its state cannot take back rejected draft tokens. Generate without `assistant_model`."
+            f"{type(target).__name__} is a linear-attention, recurrent or hybrid target "
+            f"({', '.join(found) or 'stateful'}): its state cannot take back rejected draft tokens. Generate without `assistant_model`."
         )
 
 
@@ -208,7 +208,7 @@ class FeatureTaps:
 
     A list given as `output_hidden_states` means "after layer i" for index i in some versions and for index i + 1 in
     others, and some families ignore the list and return every state. The length of the returned tuple tells which: it
-    counts the embeddings or it does not. So the first pass of a target class asks for both indices, later ones for one.
+    counts the embeddings or it does not. So the first pass of a target class asks for both, later ones for one.
 
     Args:
         target: the causal language model.

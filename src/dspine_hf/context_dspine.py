@@ -21,7 +21,7 @@ _TURNS: "weakref.WeakKeyDictionary[Any, _Turn]" = weakref.WeakKeyDictionary()
 
 
 def _take_turn(target_cache: Any, drafter: Any, past_length: int) -> DraftCache | None:
-    """The context that an earlier call left with this target cache, cut back if the cache was; None if it is no use."""
+    """The context that an earlier call left with this cache, cut back if the cache was; None if it is no use."""
     turn = _TURNS.pop(target_cache, None)
     if turn is None or turn.drafter() is not drafter or turn.length < past_length:
         return None
@@ -57,7 +57,7 @@ class DraftContext:
         Notes the prompt's positions and padding before the first pass.
 
         Args:
-            model_kwargs: the loop's keyword arguments, with `position_ids` or `attention_mask` where the target has them.
+            model_kwargs: the loop's keyword arguments, `position_ids` and `attention_mask` among them or not.
             length: rows in the target's cache after the first pass.
             device: of the input ids.
         """

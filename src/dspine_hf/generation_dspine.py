@@ -19,6 +19,7 @@ from .compat_dspine import (
 from .context_dspine import DraftContext
 from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy, trim_output
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
+from .steps_dspine import StepRecorder
 from .walk_dspine import walk
 
 _STATEFUL_PROCESSORS = (
@@ -157,7 +158,7 @@ class DraftedCall:
     ):
         if input_ids.shape[0] != 1:
             raise ValueError(
-                f"expected one prompt, found a batch of {input_ids.shape[0]}: generate() drafts for batch size 1 only. "
+                f"expected one prompt, found a batch of {input_ids.shape[0]}: generate() drafts for batch size 1. "
                 "Loop over the prompts, or use dspine_hf's batched decoding."
             )
         self.target_cache = find_cache(model_kwargs)
@@ -169,9 +170,11 @@ class DraftedCall:
         past_length = int(self.target_cache.get_seq_length())
         self.prompt_rows = _rows_of_first_pass(input_ids, generation_config, model_kwargs, past_length)
         wants_states = bool(model_kwargs.get("output_hidden_states"))
+        wants_attentions = bool(model_kwargs.get("output_attentions"))
         self.taps = FeatureTaps(target, drafter.config.target_layer_ids, wants_states)
         self.context = DraftContext(drafter, self.taps, self.target_cache, past_length)
         self.log = DraftLog()
+        self.steps = StepRecorder(self.target_cache, wants_states, wants_attentions)
         self.crop = CropRecorder(self.target_cache) if is_sliding(self.target_cache) else EagerCrop(self.target_cache)
         self.mask: torch.Tensor | None = None
         self.anchor_position: torch.Tensor | None = None  # [1]
@@ -197,6 +200,7 @@ class DraftedCall:
             rows = ids_or_embeds.shape[1] if self.prompt_rows is None else self.prompt_rows
             self.context.begin(model_kwargs, past_length + rows, input_ids.device)
             return
+        self.steps.add(self._outputs, input_ids.shape[1] - self._length)
         self._append_features(input_ids.shape[1])
         self._length = input_ids.shape[1]
         self.anchor_position = self.context.position(self._length - self.prompt_length)
@@ -213,7 +217,10 @@ class DraftedCall:
         sequences = result if isinstance(result, torch.Tensor) else result.sequences
         length = sequences.shape[1] if cut is None else cut
         self.crop.flush(sequences.shape[1] - length)
+        self.steps.add(self._outputs, length - self._length)
         result = trim_output(result, self.prompt_length, length)
+        if not isinstance(result, torch.Tensor):
+            self.steps.replace(result)
         if getattr(self.target_cache, "_is_user_defined", False) or not isinstance(result, torch.Tensor):
             self._append_features(length)
             self.context.keep(int(self.target_cache.get_seq_length()))
@@ -224,7 +231,7 @@ class DraftedCall:
 def _rows_of_first_pass(
     input_ids: torch.Tensor, generation_config: Any, model_kwargs: dict[str, Any], past_length: int
 ) -> int | None:
-    """How many prompt tokens are not in the cache yet, when the prompt repeats those that are; None: feed all of it."""
+    """How many prompt tokens are not in the cache yet, if the prompt repeats those that are; None: feed all of it."""
     if not past_length:
         return None
     mask = model_kwargs.get("attention_mask")
@@ -242,7 +249,7 @@ def _rows_of_first_pass(
 
 
 class AssistsGenerate:
-    """What makes a draft model an `assistant_model`: the methods that the hook looks for, and the figures of a call."""
+    """What makes a draft model an `assistant_model`: the methods that the hook looks for, and a call's figures."""
 
     @property
     def generation_stats(self) -> GenerationStats | None:
@@ -344,6 +351,6 @@ def refuse_stateful_processors(processors: Any) -> None:
         kind = type(processor).__name__
         if kind in _STATEFUL_PROCESSORS:
             raise ValueError(
-                f"{kind} keeps a state of its own over the tokens, which rejected drafts would disturb. Remove it from "
-                "`logits_processor`, or generate without `assistant_model`."
+                f"{kind} keeps a state of its own over the tokens, which rejected drafts would disturb. Remove it "
+                "from `logits_processor`, or generate without `assistant_model`."
             )

@@ -1,6 +1,6 @@
 """What surrounds the assisted loop: stopping criteria and streamer token by token, and the trims at its end.
 
-The loop of transformers tests criteria and feeds the streamer once per round, when several tokens are already accepted.
+The loop of transformers tests criteria and feeds the streamer once per round, when several tokens are accepted.
 Here both see one token at a time, exactly as in plain generation, and what was accepted beyond the stop is cut off.
 """
 
