@@ -60,7 +60,7 @@ def _wrap_validate_generation_mode(original: Callable) -> Callable:
 def _wrap_assisted_decoding(original: Callable) -> Callable:
     @functools.wraps(original)
     def _assisted_decoding(self, *args, **kwargs):
-        assistant = kwargs.get("assistant_model")
+        assistant: Any = kwargs.get("assistant_model")
         if not hasattr(type(assistant), "dspine_assisted_decoding"):
             return original(self, *args, **kwargs)
         return assistant.dspine_assisted_decoding(original, self, *args, **kwargs)
@@ -71,7 +71,7 @@ def _wrap_assisted_decoding(original: Callable) -> Callable:
 def _wrap_get_candidate_generator(original: Callable) -> Callable:
     @functools.wraps(original)
     def _get_candidate_generator(self, *args, **kwargs):
-        assistant = kwargs.get("assistant_model")
+        assistant: Any = kwargs.get("assistant_model")
         if not hasattr(type(assistant), "dspine_candidate_generator"):
             return original(self, *args, **kwargs)
         return assistant.dspine_candidate_generator(*args, **kwargs)
@@ -94,7 +94,7 @@ def install_hook(mixin: type = GenerationMixin, protocol: int = HOOK_PROTOCOL) -
         ImportError: if a method is missing or no longer takes the parameters that the wrapper relies on.
     """
     for name, needed in _HOOKED_PARAMETERS.items():
-        current = getattr(mixin, name, None)
+        current: Any = getattr(mixin, name, None)
         found = () if current is None else tuple(inspect.signature(current).parameters)
         if any(parameter not in found for parameter in needed):
             raise ImportError(
@@ -193,7 +193,8 @@ def check_layer_types(target: Any) -> None:
     if found or getattr(target, "_is_stateful", False):
         raise ValueError(
             f"{type(target).__name__} is a linear-attention, recurrent or hybrid target "
-            f"({', '.join(found) or 'stateful'}): its state cannot take back rejected draft tokens. Generate without `assistant_model`."
+            f"({', '.join(found) or 'stateful'}): its state cannot take back rejected draft "
+            "tokens. Generate without `assistant_model`."
         )
 
 

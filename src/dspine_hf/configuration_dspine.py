@@ -212,6 +212,8 @@ class DSpineConfig(PreTrainedConfig):
             "logit_scale": _logit_scale(text),
             "logit_softcap": getattr(text, "final_logit_softcapping", None),
             "embedding_scale": float(getattr(text, "embedding_multiplier", None) or 1.0),
+            # A pipeline asks for the drafter's tokenizer when these differ.
+            **{name: getattr(text, name, None) for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
             **_head_shapes(text, d, heads),
         }
         values.update(overrides)
