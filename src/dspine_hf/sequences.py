@@ -104,9 +104,7 @@ def chat_sequences(messages: list[dict[str, str]], tokenizer: Any, thinking: boo
     for i, message in enumerate(messages):
         if message["role"] != "assistant" or not message.get("content"):
             continue
-        prompt = tokenizer.apply_chat_template(
-            messages[:i], add_generation_prompt=True, tokenize=False, **options
-        )
+        prompt = tokenizer.apply_chat_template(messages[:i], add_generation_prompt=True, tokenize=False, **options)
         whole = tokenizer.apply_chat_template(messages[: i + 1], tokenize=False, **options)
         if not whole.startswith(prompt):
             whole = prompt + message["content"] + (tokenizer.eos_token or "")
@@ -125,7 +123,9 @@ def split_prompts(rows: Any, held_out: int) -> tuple[Any, list[dict[str, Any]]]:
     ids = [row.get("id", i) for i, row in enumerate(rows)]
     order = list(dict.fromkeys(ids))
     if not 0 < held_out < len(order):
-        raise ValueError(f"expected to hold out between 1 and {len(order) - 1} of {len(order)} prompts; got {held_out}.")
+        raise ValueError(
+            f"expected to hold out between 1 and {len(order) - 1} of {len(order)} prompts; got {held_out}."
+        )
     out = set(order[-held_out:])
     kept = [i for i, key in enumerate(ids) if key not in out]
     greedy = [rows[i] for i, key in enumerate(ids) if key in out and not rows[i].get("temperature")]

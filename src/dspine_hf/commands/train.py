@@ -29,7 +29,8 @@ EPILOG = (
 def run(
     context: typer.Context,
     data: Annotated[
-        str, typer.Option(help="Training data: the folder of 'dspine regenerate', or chat data (JSONL, Parquet, name).")
+        str,
+        typer.Option(help="Training data: the folder of 'dspine regenerate', or chat data (JSONL, Parquet, name)."),
     ],
     output_dir: Annotated[str, typer.Option(help="Where checkpoints and the finished drafter go.")] = "dspine-drafter",
     target: Annotated[
@@ -43,8 +44,12 @@ def run(
     eval_size: Annotated[
         int, typer.Option(min=0, help="Hold out this many prompts, and select the model by acceptance length on them.")
     ] = 0,
-    eval_data: Annotated[str | None, typer.Option(help="Evaluate on these sequences instead of held-out ones.")] = None,
-    lora: Annotated[int, typer.Option(min=0, help="Rank of LoRA layers; adapts --drafter, merged back at the end.")] = 0,
+    eval_data: Annotated[
+        str | None, typer.Option(help="Evaluate on these sequences instead of held-out ones.")
+    ] = None,
+    lora: Annotated[
+        int, typer.Option(min=0, help="Rank of LoRA layers; adapts --drafter, merged back at the end.")
+    ] = 0,
     frequency_space: Annotated[
         bool, typer.Option(help="Fit the transfer space to the tokens' frequencies in the responses.")
     ] = False,
