@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from typing import Any
 
@@ -12,53 +13,72 @@ class Journal:
     Args:
         path: the file. Its first line holds the settings.
         settings: what the entries depend on; an existing journal must have been written with the same.
+        key: what tells entries apart; the entries then stay on disk, to be read back one by one with `read`.
+
+    Attributes:
+        entries: all entries, in the order written (empty with `key`).
+        places: where the entry of each key begins in the file (empty without `key`).
 
     Raises:
         ValueError: the file was written with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any]):
-        self.path = path
+    def __init__(self, path: Path, settings: dict[str, Any], key: Callable[[Any], Hashable] | None = None):
+        self.path, self.key = path, key
         self.entries: list[Any] = []
-        settings = json.loads(json.dumps(settings))
+        self.places: dict[Hashable, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        whole, lines = self._read()
-        if lines:
-            _check_settings(path, settings, lines[0])
-            self.entries = lines[1:]
         self._file = open(path, "r+b" if path.exists() else "w+b")
-        self._file.truncate(whole)
-        self._file.seek(whole)
-        if not lines:
-            self._write(settings)
+        self._end = 0
+        self._recover(json.loads(json.dumps(settings)))
 
     def append(self, entry: Any) -> None:
         """Write one entry; when this returns, a kill does not lose it."""
+        start = self._end
         self._write(entry)
-        self.entries.append(entry)
+        self._remember(entry, start)
+
+    def read(self, key: Hashable) -> Any:
+        """The entry of a key."""
+        self._file.seek(self.places[key])
+        return json.loads(self._file.readline())
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
+    def _recover(self, settings: dict[str, Any]) -> None:
+        first = True
+        for line in iter(self._file.readline, b""):
+            try:
+                value = json.loads(line) if line.endswith(b"\n") else None
+            except ValueError:
+                value = None
+            if value is None:
+                break
+            if first:
+                _check_settings(self.path, settings, value)
+            else:
+                self._remember(value, self._end)
+            first = False
+            self._end += len(line)
+        self._file.truncate(self._end)
+        if first:
+            self._write(settings)
+
+    def _remember(self, entry: Any, start: int) -> None:
+        if self.key is None:
+            self.entries.append(entry)
+        else:
+            self.places[self.key(entry)] = start
+
     def _write(self, value: Any) -> None:
-        self._file.write(json.dumps(value).encode() + b"\n")
+        line = json.dumps(value).encode() + b"\n"
+        self._file.seek(self._end)
+        self._file.write(line)
         self._file.flush()
         os.fsync(self._file.fileno())
-
-    def _read(self) -> tuple[int, list[Any]]:
-        """The length in bytes of all whole lines, and their values."""
-        whole, values = 0, []
-        content = self.path.read_bytes() if self.path.exists() else b""
-        for line in content.splitlines(keepends=True):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                values.append(json.loads(line))
-            except ValueError:
-                break
-            whole += len(line)
-        return whole, values
+        self._end += len(line)
 
 
 def _check_settings(path: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:
