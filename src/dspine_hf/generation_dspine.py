@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -80,10 +81,8 @@ class DSpineCandidateGenerator(CandidateGenerator):
         if slots < 1:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
-        block = call.drafter.draft_block(
-            self._view, call.context.cache, input_ids[:, -1], call.anchor_position, num_slots=slots
-        )
-        draft = walk(block, input_ids, self._processors, self._do_sample, call.drafter.config.vocab_size)
+        block = call.drafter.draft_block(self._view, call.context.cache, input_ids[:, -1], call.anchor_position)
+        draft = walk(first_slots(block, slots), input_ids, self._processors, self._do_sample, call.drafter.config.vocab_size)
         if not draft.tokens.shape[1]:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
@@ -93,6 +92,16 @@ class DSpineCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: torch.Tensor, scores: torch.Tensor, num_matches: int) -> None:
         """The number of drafted tokens does not depend on earlier rounds."""
+
+
+def first_slots(block: Any, slots: int) -> Any:
+    """A block's first `slots` slots. Slots see each other, so a shorter draft is a whole block that is cut."""
+    if slots >= block.candidates.shape[1]:
+        return block
+    table = block.transitions
+    if table is not None:
+        table = replace(table, pairs=table.pairs[:, : slots - 1])
+    return replace(block, candidates=block.candidates[:, :slots], unary=block.unary[:, :slots], transitions=table)
 
 
 class TargetInCall:
