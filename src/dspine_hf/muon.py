@@ -8,6 +8,7 @@ AdamW's size (0.2 sqrt(max(rows, columns))), so that one learning rate serves bo
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+TABLE_ROWS = 16384
 
 
 def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
@@ -17,15 +18,16 @@ def orthogonalise(stack: torch.Tensor, steps: int = 5) -> torch.Tensor:
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (x / (x.flatten(1).norm(dim=1).view(-1, 1, 1) + 1e-7)).contiguous()
     for _ in range(steps):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        gram = torch.bmm(x, x.mT)
+        gram = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, gram, x, beta=a)
     return (x.mT if tall else x).to(stack.dtype)
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Muon on matrices, AdamW on vectors and on whatever `is_matrix` says no to.
+    """Muon on matrices, AdamW on vectors and on tables with a row per token (16,384 rows or more).
 
     Args:
         named_parameters: (name, parameter) pairs.
@@ -37,12 +39,15 @@ class MuonAdamW(torch.optim.Optimizer):
         matrices, rest = [], []
         for _, parameter in named_parameters:
             if parameter.requires_grad:
-                (matrices if parameter.ndim == 2 else rest).append(parameter)
+                table = parameter.ndim == 2 and parameter.shape[0] >= TABLE_ROWS
+                (matrices if parameter.ndim == 2 and not table else rest).append(parameter)
         groups = [
             {"params": matrices, "muon": True, "weight_decay": weight_decay},
             {"params": rest, "muon": False, "weight_decay": 0.0},
         ]
-        super().__init__([g for g in groups if g["params"]], {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps})
+        super().__init__(
+            [g for g in groups if g["params"]], {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps}
+        )
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -62,27 +67,32 @@ class MuonAdamW(torch.optim.Optimizer):
                 by_shape.setdefault(p.shape, []).append(p)
         for shape, params in by_shape.items():
             grads = [p.grad.float() for p in params]
-            momenta = [self.state[p].setdefault("momentum", torch.zeros_like(p, dtype=torch.float32)) for p in params]
+            momenta = [self._state(p, "momentum") for p in params]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
             torch._foreach_lerp_(grads, momenta, group["momentum"])
-            updates = orthogonalise(torch.stack(grads)) * (0.2 * max(shape) ** 0.5)
+            updates = orthogonalise(torch.stack(grads)).to(params[0].dtype)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
-            torch._foreach_add_(params, list(updates.to(params[0].dtype)), alpha=-group["lr"])
+            torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
     def _adamw_step(self, group) -> None:
+        params = [p for p in group["params"] if p.grad is not None]
+        if not params:
+            return
         beta1, beta2 = group["betas"]
-        for p in group["params"]:
-            if p.grad is None:
-                continue
-            state = self.state[p]
-            if not state:
-                state["step"] = 0
-                state["mean"] = torch.zeros_like(p, dtype=torch.float32)
-                state["square"] = torch.zeros_like(p, dtype=torch.float32)
-            state["step"] += 1
-            grad = p.grad.float()
-            state["mean"].lerp_(grad, 1 - beta1)
-            state["square"].lerp_(grad.square(), 1 - beta2)
-            mean = state["mean"] / (1 - beta1 ** state["step"])
-            root = (state["square"] / (1 - beta2 ** state["step"])).sqrt() + group["eps"]
-            p.mul_(1 - group["lr"] * group["weight_decay"]).add_((mean / root).to(p.dtype), alpha=-group["lr"])
+        group["step"] = step = group.get("step", 0) + 1
+        grads = [p.grad.float() for p in params]
+        means, squares = ([self._state(p, name) for p in params] for name in ("mean", "square"))
+        torch._foreach_lerp_(means, grads, 1 - beta1)
+        torch._foreach_mul_(squares, beta2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1 - beta2**step) ** 0.5)
+        torch._foreach_add_(roots, group["eps"])
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_addcdiv_(params, means, roots, value=-group["lr"] / (1 - beta1**step))
+
+    def _state(self, parameter: torch.Tensor, name: str) -> torch.Tensor:
+        state = self.state[parameter]
+        if name not in state:
+            state[name] = torch.zeros_like(parameter, dtype=torch.float32)
+        return state[name]
