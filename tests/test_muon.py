@@ -1,5 +1,7 @@
 """The Muon optimiser: orthogonal updates on matrices, AdamW on vectors."""
 
+from copy import deepcopy as copy_of
+
 import torch
 
 from dspine_hf.muon import MuonAdamW, orthogonalise
@@ -42,7 +44,7 @@ def test_matrices_learn_and_the_state_survives_a_reload():
     copy = torch.nn.Linear(6, 8)
     copy.load_state_dict(layer.state_dict())
     other = MuonAdamW(copy.named_parameters(), lr=0.2)
-    other.load_state_dict(optimizer.state_dict())
+    other.load_state_dict(copy_of(optimizer.state_dict()))
     for _ in range(3):
         step(layer, optimizer)
         step(copy, other)

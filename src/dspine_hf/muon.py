@@ -69,8 +69,8 @@ class MuonAdamW(torch.optim.Optimizer):
             grads = [p.grad.float() for p in params]
             momenta = [self._state(p, "momentum") for p in params]
             torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
-            torch._foreach_lerp_(grads, momenta, group["momentum"])
-            updates = orthogonalise(torch.stack(grads)).to(params[0].dtype)
+            ahead = torch._foreach_lerp(grads, momenta, group["momentum"])
+            updates = orthogonalise(torch.stack(ahead)).to(params[0].dtype)
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
