@@ -55,14 +55,15 @@ class Evaluator:
             calls[drafted] = self.timed(prompt, temperature, drafted)
         plain, drafted_call = calls[False], calls[True]
         stats = drafted_call.stats
+        unused = [0] * (self.drafter.config.num_draft_slots - len(stats.slot_trials))
         hits = [round(p * n) for p, n in zip(stats.slot_acceptance, stats.slot_trials, strict=True)]
         tail = loop_tail_start(drafted_call.tokens)
         record = {
             "prompt_tokens": len(prompt),
             "new_tokens": stats.new_tokens,
             "rounds": stats.rounds,
-            "trials": list(stats.slot_trials),
-            "hits": hits,
+            "trials": [*stats.slot_trials, *unused],
+            "hits": hits + unused,
             "loop_start": tail,
             "clean_tokens": stats.new_tokens if tail is None else max(1, tail),
             "clean_rounds": stats.rounds if tail is None else sum(start < tail for start in stats.round_starts),

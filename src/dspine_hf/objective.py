@@ -18,6 +18,7 @@ class SequenceBatch:
     features: hidden states after `target_layer_ids`, concatenated [batch, length, len(ids) * d].
     final: the target's normed last states [batch, length, d]; only distillation needs them.
     anchors: [batch, blocks].
+    forcing: where the true predecessor's message is forced [batch, blocks, B-1]; None: drawn, if at all.
     """
 
     tokens: torch.Tensor
@@ -26,6 +27,7 @@ class SequenceBatch:
     features: torch.Tensor
     anchors: torch.Tensor
     final: torch.Tensor | None = None
+    forcing: torch.Tensor | None = None
 
     def cut(self, block_size: int) -> Blocks:
         """The blocks of B = `block_size` slots that start at the anchors."""
@@ -125,8 +127,8 @@ def block_loss(
     """
     config = drafter.config
     blocks = batch.cut(config.block_size)
-    forcing = None
-    if forcing_probability > 0:
+    forcing = batch.forcing
+    if forcing is None and forcing_probability > 0:
         forcing = torch.rand(blocks.labels.shape, device=blocks.labels.device) < forcing_probability
     states = states_fn(drafter, view, batch.features, batch.anchors, blocks.predecessors, forcing)
     labels = blocks.labels.flatten()

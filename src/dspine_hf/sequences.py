@@ -1,12 +1,13 @@
 """Training sequences: prompt and response as token ids, from regenerated data or from any chat data set."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Sampler
 
+from .seeds import hash_seed
 from .sources import read_rows
 
 
@@ -31,6 +32,35 @@ class TokenSequences(Dataset):
             "tokens": row["tokens"][: self.max_length],
             "prompt_length": int(row["prompt_length"]),
         }
+
+
+class WholeBatches(Sampler):
+    """A new order for each epoch, without the rest that would not fill a step's batch.
+
+    So every step has the same sequences, however many processes and accumulated batches share them.
+
+    Args:
+        rows: how many rows there are. batch: rows of one optimiser step, over all processes.
+        seed: of the orders. step: returns the number of finished steps, which tells the epoch.
+
+    Raises:
+        ValueError: the rows do not fill one batch.
+    """
+
+    def __init__(self, rows: int, batch: int, seed: int, step: Callable[[], int]):
+        if rows < batch:
+            raise ValueError(
+                f"expected at least {batch} sequences, one step's batch over all processes; found {rows}. Lower "
+                "--per-device-train-batch-size or --gradient-accumulation-steps."
+            )
+        self.rows, self.steps, self.batch, self.seed, self.step = rows, rows // batch, batch, seed, step
+
+    def __len__(self) -> int:
+        return self.steps * self.batch
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(hash_seed(self.seed, self.step() // self.steps))
+        yield from torch.randperm(self.rows, generator=generator)[: len(self)].tolist()
 
 
 @dataclass

@@ -11,13 +11,13 @@ from transformers import Trainer, TrainingArguments
 
 from .blocks import cut_blocks, sample_anchors
 from .features import TargetReader
-from .losses import LossWeights, slot_weights
 from .lora import is_adapted, load_adapter, merged_copy, save_adapter
+from .losses import LossWeights, slot_weights
 from .muon import MuonAdamW
 from .objective import SequenceBatch, block_states, training_loss
 from .offline import offline_walk
 from .seeds import hash_seed, hashed_uniform
-from .sequences import SequenceCollator
+from .sequences import SequenceCollator, WholeBatches
 
 STATE_FILE = "trainer_state.json"
 
@@ -112,7 +112,7 @@ class DraftLoss(nn.Module):
         lengths: torch.Tensor,
         prompt_lengths: torch.Tensor,
         anchors: torch.Tensor | None = None,
-        forcing_probability: float = 0.0,
+        forcing: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """The loss and its parts; without anchors, the exact greedy [`Walk`] of one sequence (batch size 1)."""
         features, final = self.reader(tokens)
@@ -122,13 +122,13 @@ class DraftLoss(nn.Module):
             walk = offline_walk(self.drafter, view, features[:, :length], tokens[0, :length], int(prompt_lengths[0]))
             return {"walk": walk}
         need_final = bool(self.weights.distill or self.weights.total_variation)
-        batch = SequenceBatch(tokens, lengths, prompt_lengths, features, anchors, final if need_final else None)
+        final = final if need_final else None
+        batch = SequenceBatch(tokens, lengths, prompt_lengths, features, anchors, final, forcing)
         loss, parts = training_loss(
             self.drafter,
             view,
             batch,
             self.weights,
-            forcing_probability=forcing_probability,
             states_fn=self.states_fn,
             compiled=self.compiled,
         )
@@ -157,6 +157,11 @@ class DSpineTrainer(Trainer):
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_since_log = 0
 
+    def _get_train_sampler(self, train_dataset=None):
+        dataset = self.train_dataset if train_dataset is None else train_dataset
+        whole = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
+        return WholeBatches(len(dataset), whole, self.args.seed, lambda: self.state.global_step)
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -172,6 +177,9 @@ class DSpineTrainer(Trainer):
             batch["anchors"] = sample_anchors(prompts, lengths, self.args.anchors_per_sequence, offsets=offsets)
             blocks = cut_blocks(batch["tokens"], prompts, lengths, batch["anchors"], size)
             batch["slot_weight"] = (blocks.valid * slot_weights(size, gamma, index.device)).sum()
+            if (chance := self._forcing()) > 0:
+                numbers = hashed_uniform(self.args.seed + 1, step, index, blocks.labels[0].numel())
+                batch["forcing"] = numbers.view_as(blocks.labels) < chance
             batch["seed"] = hash_seed(self.args.seed, step, i * world + rank)
             total = total + batch["slot_weight"].to(device)
         return batches, self.accelerator.gather(total.reshape(1)).sum()
@@ -180,7 +188,7 @@ class DSpineTrainer(Trainer):
         """This batch's share of the whole step's loss: the mean over all slots of all processes, by slot weight."""
         torch.manual_seed(inputs.pop("seed"))
         share = inputs.pop("slot_weight") / num_items_in_batch.clamp_min(1e-6) * self.args.world_size
-        outputs = model(**inputs, forcing_probability=self._forcing())
+        outputs = model(**inputs)
         for name, value in outputs.items():
             if name != "loss":
                 self._parts[name] = self._parts.get(name, 0.0) + value.detach().float().mean() * share

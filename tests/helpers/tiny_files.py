@@ -32,7 +32,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_chat_target(seed: int = 0) -> LlamaForCausalLM:
-    """A random Llama of 4 layers, d = 16, whose vocabulary is the tokenizer's."""
+    """A random Llama of 4 layers, d = 16, whose vocabulary is the tokenizer's; its texts differ by their prompts."""
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(SPECIAL) + WORDS,
@@ -48,8 +48,9 @@ def tiny_chat_target(seed: int = 0) -> LlamaForCausalLM:
     )
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
-        model.get_input_embeddings().weight.normal_(0, 1.0)
-        model.get_output_embeddings().weight.normal_(0, 0.8)
+        for name, weight in model.named_parameters():
+            if weight.ndim == 2:
+                weight.normal_(0, 1.0 if "embed" in name else 1.5 * weight.shape[1] ** -0.5)
     return model
 
 
@@ -75,5 +76,6 @@ def random_sequences(count: int, seed: int = 3, vocabulary: int = 63, shortest: 
 
 def write_jsonl(path: Path, rows: list) -> Path:
     """One JSON object per line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

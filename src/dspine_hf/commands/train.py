@@ -101,7 +101,7 @@ def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpi
 
     from ..training import DSpineTrainingArguments
 
-    parser = HfArgumentParser(DSpineTrainingArguments, prog="dspine train", exit_on_error=False)
+    parser = HfArgumentParser(DSpineTrainingArguments, prog="dspine train", exit_on_error=False, allow_abbrev=False)
     defaults = ["--output_dir", output_dir]
     names = {word.split("=")[0].lstrip("-").replace("-", "_") for word in extra if word.startswith("--")}
     if not names & {"bf16", "fp16", "use_cpu"} and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
