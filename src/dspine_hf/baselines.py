@@ -182,6 +182,7 @@ class DSparkDrafter(PairDrafter):
             teacher_rows(batch, blocks, weights),
             weights,
             compiled=compiled,
+            shape=view.logit_shape,
             extra=(code, self.pair.B),
         )
         parts = {"token_loss": loss.detach(), "conditional_accuracy": slot_accuracy(hits[1], blocks)}
@@ -231,6 +232,7 @@ class DFlash2Drafter(PairDrafter):
             teacher_rows(batch, blocks, weights),
             weights,
             compiled=compiled,
+            shape=view.logit_shape,
         )
         candidates, place, covered = with_label(top_tokens(states, head, self.config.num_candidates), labels)
         scores = self.candidate_scores(head, hidden, blocks.predecessors.flatten(), candidates)

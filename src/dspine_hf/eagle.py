@@ -140,6 +140,7 @@ class EagleDrafter(DSpineDraftModel):
             teacher_rows(batch, blocks, weights),
             weights,
             compiled=compiled,
+            shape=view.logit_shape,
         )
         return loss, {"token_loss": loss.detach(), "conditional_accuracy": slot_accuracy(hits[1], blocks)}
 

@@ -40,6 +40,20 @@ def slot_weights(block_size: int, gamma: float | None, device: torch.device) -> 
     return torch.exp(-torch.arange(block_size - 1, device=device) / gamma)
 
 
+LogitShape = tuple[float, float | None, torch.Tensor | None]
+"""Scale, soft-cap and bias [V] of a head: logits = cap tanh(scale (E h + bias) / cap)."""
+
+
+def _shaped(raw: torch.Tensor, shape: LogitShape) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Logits of raw products [n, V] fp32, and their derivative by them."""
+    scale, cap, bias = shape
+    logits = scale * (raw if bias is None else raw + bias.float())
+    if cap is None:
+        return logits, scale
+    logits = cap * torch.tanh(logits / cap)
+    return logits, scale * (1 - (logits / cap).square())
+
+
 def _row_terms(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -48,13 +62,16 @@ def _row_terms(
     row_weights: torch.Tensor,
     distill: float,
     total_variation: float,
+    shape: LogitShape | None,
     trained: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Weighted loss sum, gradient with respect to hidden, hits, and gradient of the weight's last `trained` columns.
 
     hidden [n, d], weight [V, d], labels [n], teacher: probabilities [n, V] or None, row_weights [n].
     """
-    logits = (hidden @ weight.T).float()
+    logits, slope = (hidden @ weight.T).float(), None
+    if shape is not None:
+        logits, slope = _shaped(logits, shape)
     log_z = logits.logsumexp(-1, keepdim=True)
     q = torch.exp(logits - log_z)
     token = logits.gather(1, labels.unsqueeze(1)) - log_z
@@ -70,29 +87,35 @@ def _row_terms(
         loss = loss + total_variation * 0.5 * (q - teacher).abs().sum(-1)
         sign = 0.5 * torch.sign(q - teacher)
         grad = grad + total_variation * q * (sign - (q * sign).sum(-1, keepdim=True))
-    grad = (grad * row_weights.unsqueeze(1)).to(hidden.dtype)
+    grad = grad * row_weights.unsqueeze(1)
+    grad = (grad if slope is None else grad * slope).to(hidden.dtype)
     columns = (grad.T @ hidden[:, -trained:]).float() if trained else None
     return (loss * row_weights).sum(), grad @ weight, hits, columns
 
 
-def _teacher_probs(teacher_hidden: torch.Tensor | None, weight: torch.Tensor, temperature: float):
+def _teacher_probs(
+    teacher_hidden: torch.Tensor | None, weight: torch.Tensor, temperature: float, shape: LogitShape | None
+):
     if teacher_hidden is None:
         return None
-    return torch.softmax((teacher_hidden @ weight.T).float() / temperature, dim=-1)
+    logits = (teacher_hidden @ weight.T).float()
+    if shape is not None:
+        logits = _shaped(logits, shape)[0]
+    return torch.softmax(logits / temperature, dim=-1)
 
 
 def _pair_terms(unary, conditional, head, extra, labels, teacher_hidden, unary_weights, conditional_weights, settings):
     """`_row_terms` of both streams over one chunk, sharing the teacher's distribution; a missing stream gives None."""
-    distill, total_variation, temperature = settings
-    teacher = _teacher_probs(teacher_hidden, head, temperature)
+    distill, total_variation, temperature, shape = settings
+    teacher = _teacher_probs(teacher_hidden, head, temperature, shape)
     first = second = None
     if unary is not None:
-        first = _row_terms(unary, head, labels, teacher, unary_weights, distill, total_variation)
+        first = _row_terms(unary, head, labels, teacher, unary_weights, distill, total_variation, shape)
     if conditional is not None:
         weight = head if extra is None else torch.cat([head, extra], dim=1)
         trained = weight.shape[1] - head.shape[1]
         second = _row_terms(
-            conditional, weight, labels, teacher, conditional_weights, distill, total_variation, trained
+            conditional, weight, labels, teacher, conditional_weights, distill, total_variation, shape, trained
         )
     return first, second
 
@@ -147,6 +170,7 @@ def token_loss(
     chunk: int = 2048,
     compiled: bool = False,
     extra: tuple[torch.Tensor, torch.Tensor] | None = None,
+    shape: LogitShape | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weighted cross-entropy of both streams through the frozen head, without holding the logits of all rows.
 
@@ -157,6 +181,7 @@ def token_loss(
         teacher: the target's own normed final states at the predecessors [n, d]; needed by `distill` and
             `total_variation`.
         chunk: rows whose logits are held at once, at most.
+        shape: what the head does to E h (`TargetView.logit_shape`); None: nothing.
         extra: codes [n, r] and their weight [V, r]; codes @ weight.T is added to the conditional logits. Both get
             gradients.
 
@@ -164,7 +189,7 @@ def token_loss(
         The loss (a scalar, weighted sum) and hits [2, n]: where each stream's argmax is the label.
     """
     weights = LossWeights() if weights is None else weights
-    settings = (weights.distill, weights.total_variation, weights.teacher_temperature)
+    settings = (weights.distill, weights.total_variation, weights.teacher_temperature, shape)
     if teacher is None and (settings[0] or settings[1]):
         raise ValueError("distill and total_variation need the target's final states: pass teacher=.")
     if not (settings[0] or settings[1]):

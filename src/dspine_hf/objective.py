@@ -144,6 +144,7 @@ def block_loss(
         teacher_rows(batch, blocks, weights),
         weights,
         compiled=compiled,
+        shape=view.logit_shape,
     )
     parts = {"token_loss": loss.detach(), **_accuracies(hits, blocks, states.conditional is not None)}
     if states.features and weights.layer:

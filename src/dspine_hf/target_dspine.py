@@ -35,6 +35,13 @@ class TargetView:
         """The output embedding E [V, d]."""
         return self._head.weight
 
+    @property
+    def logit_shape(self) -> tuple[float, float | None, torch.Tensor | None] | None:
+        """Scale, soft-cap and bias [V] that turn E h into logits; None when logits are E h."""
+        bias = getattr(self._head, "bias", None)
+        shape = (self._config.logit_scale, self._config.logit_softcap, None if bias is None else bias.to(self._device))
+        return None if shape == (1.0, None, None) else shape
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings of ids [..], scaled as the target scales them: [.., d]."""
         rows = self._embedding(ids.to(self._embedding.weight.device)) * self._config.embedding_scale
