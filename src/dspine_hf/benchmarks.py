@@ -1,4 +1,4 @@
-"""The prompts that a drafter is measured on: one file per benchmark, chat-templated, optionally behind a long context."""
+"""The prompts that a drafter is measured on: a file per benchmark, in the chat template, behind a context if wanted."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from .sources import read_rows
 
 @dataclass
 class Benchmark:
-    """A named set of prompts as token ids. `continuations`: the target's own greedy text, where it is known already."""
+    """A named set of prompts as token ids. `continuations`: the target's greedy text, where it is known already."""
 
     name: str
     prompts: list[list[int]]

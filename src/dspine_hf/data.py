@@ -194,7 +194,7 @@ def answer_jobs(writer: Writer, jobs: list[Job], seed: int) -> list[dict[str, An
 def make_batches(
     prompts: list[Prompt], temperatures: Sequence[float], lengths: Sequence[int], batch_size: int
 ) -> list[list[Job]]:
-    """Jobs of one temperature and similar length together; the same for the same prompts, however often it is called."""
+    """Jobs of one temperature and similar length together; always the same for the same prompts."""
     order = sorted(range(len(prompts)), key=lambda i: (lengths[i], i))
     batches = []
     for variant, temperature in enumerate(temperatures):
@@ -220,7 +220,7 @@ def answer_batches(
 
 
 def write_dataset(journal: Journal, folder: Path) -> int:
-    """Write the journal's rows to `folder` as a data set, ordered by prompt, temperature and turn; returns their number."""
+    """Write the journal's rows to `folder` as a data set, by prompt, temperature and turn; returns their number."""
     import datasets
 
     def rows() -> Iterator[dict[str, Any]]:

@@ -107,7 +107,7 @@ class Evaluator:
 
     @torch.inference_mode()
     def offline(self, prompt: list[int], continuation: list[int]) -> Record:
-        """The same figures as [`Evaluator.loop`] at T = 0, times aside, from one pass over the target's greedy text."""
+        """The figures of [`Evaluator.loop`] at T = 0, times aside, from one pass over the target's greedy text."""
         tokens, features, view = self._read(prompt, continuation)
         drafts = offline_drafts(self.drafter, view, features, tokens, len(prompt))
         new = tokens[len(prompt) :]
@@ -153,7 +153,7 @@ class Evaluator:
             hits += (valid & (best == window[:, 1:])).sum(0).cpu()
         return {"forced_trials": trials.int().tolist(), "forced_hits": hits.int().tolist()}
 
-    def _read(self, prompt: list[int], continuation: list[int]):
+    def _read(self, prompt: list[int], continuation: list[int]) -> tuple[torch.Tensor, torch.Tensor, Any]:
         device = self.drafter.fc.weight.device
         tokens = torch.tensor([*prompt, *continuation], device=device)
         features, _ = self.reader(tokens[None])

@@ -82,7 +82,9 @@ class DSpineCandidateGenerator(CandidateGenerator):
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
         block = call.drafter.draft_block(self._view, call.context.cache, input_ids[:, -1], call.anchor_position)
-        draft = walk(first_slots(block, slots), input_ids, self._processors, self._do_sample, call.drafter.config.vocab_size)
+        draft = walk(
+            first_slots(block, slots), input_ids, self._processors, self._do_sample, call.drafter.config.vocab_size
+        )
         if not draft.tokens.shape[1]:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ class Journal:
         ValueError: the file was written with other settings.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], key: Callable[[Any], Hashable] | None = None):
+    def __init__(self, path: Path, settings: dict[str, Any], key: Callable[[Any], Any] | None = None):
         self.path, self.key = path, key
         self.entries: list[Any] = []
-        self.places: dict[Hashable, int] = {}
+        self.places: dict[Any, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(path, "r+b" if path.exists() else "w+b")
         self._end = 0
@@ -38,7 +38,7 @@ class Journal:
         self._write(entry)
         self._remember(entry, start)
 
-    def read(self, key: Hashable) -> Any:
+    def read(self, key: Any) -> Any:
         """The entry of a key."""
         self._file.seek(self.places[key])
         return json.loads(self._file.readline())

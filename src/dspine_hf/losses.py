@@ -95,7 +95,7 @@ def _row_terms(
 
 def _teacher_probs(
     teacher_hidden: torch.Tensor | None, weight: torch.Tensor, temperature: float, shape: LogitShape | None
-):
+) -> torch.Tensor | None:
     if teacher_hidden is None:
         return None
     logits = (teacher_hidden @ weight.T).float()

@@ -17,7 +17,7 @@ class Response:
 
 
 class SeededSampling(LogitsProcessor):
-    """Turns the greedy choice into a sample: each row adds Gumbel noise from its own generator to logits / temperature.
+    """Makes the greedy choice a sample: each row adds Gumbel noise from its own generator to logits / temperature.
 
     Args:
         seeds: one per row. temperature: above 0. top_k, top_p: filters before the noise; 0 and 1 leave them out.

@@ -1,4 +1,4 @@
-"""Random numbers that are a function of what they are for: the same after a restart, and for any number of processes."""
+"""Random numbers as a function of what they are for: the same after a restart and for any number of processes."""
 
 import torch
 

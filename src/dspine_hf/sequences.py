@@ -118,7 +118,7 @@ def load_sequences(
         )
     if not len(result):
         raise ValueError(
-            f"expected responses of two tokens or more within the first {max_length} tokens of the rows in '{source}'; "
+            f"expected responses of two tokens or more within the first {max_length} tokens of rows in '{source}'; "
             "found none. Raise --max-length, or check that the data holds responses."
         )
     return result
@@ -148,7 +148,7 @@ def split_prompts(rows: Any, held_out: int) -> tuple[Any, list[dict[str, Any]]]:
     """Hold out the rows of the last `held_out` prompts: (training rows, greedy held-out rows).
 
     Rows belong to one prompt when they share an "id"; without that column every row is a prompt of its own. Where
-    temperatures are recorded, only greedy responses are evaluated on: the acceptance length at T = 0 is exact on those.
+    temperatures are recorded, only greedy responses are evaluated on: acceptance at T = 0 is exact on those.
     """
     ids = [row.get("id", i) for i, row in enumerate(rows)]
     order = list(dict.fromkeys(ids))

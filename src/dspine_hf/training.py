@@ -74,7 +74,8 @@ class DSpineTrainingArguments(TrainingArguments):
     def __post_init__(self):
         if self.optim_drafter not in ("adamw", "muon"):
             raise ValueError(f"optim_drafter={self.optim_drafter!r} is unknown: choose 'adamw' or 'muon'.")
-        self.compile_drafter, self.torch_compile = self.compile_drafter or bool(self.torch_compile), False
+        self.compile_drafter = self.compile_drafter or bool(getattr(self, "torch_compile", False))
+        self.torch_compile = False
         super().__post_init__()
         if self.device.type == "cuda":
             self._n_gpu = 1  # several GPUs are used through accelerate, one process each
@@ -145,6 +146,9 @@ class DSpineTrainer(Trainer):
         train_dataset, eval_dataset: [`TokenSequences`]. Evaluation reports the exact acceptance length at T = 0 when
             the responses are the target's own greedy ones.
     """
+
+    optimizer: Any
+    control: Any
 
     def __init__(self, drafter: nn.Module, target: Any, args: DSpineTrainingArguments, **options: Any):
         self.drafter = drafter
@@ -224,7 +228,9 @@ class DSpineTrainer(Trainer):
 
     # ---- model selection ----------------------------------------------------------------------------------------
 
-    def evaluate(self, eval_dataset=None, ignore_keys=None, metric_key_prefix: str = "eval") -> dict[str, float]:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
         """Offline acceptance length over the evaluation sequences, which the processes share between them."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         model = self.model_wrapped if self.is_fsdp_enabled else self.model
@@ -239,10 +245,10 @@ class DSpineTrainer(Trainer):
             if start + rank < len(dataset):
                 row = [walk.new_tokens - 1, walk.rounds, *walk.trials, *walk.hits]
                 sums += torch.tensor(row, device=sums.device)
-        sums = self.accelerator.reduce(sums, reduction="sum").tolist()
-        metrics = {f"{metric_key_prefix}_acceptance_length": sums[0] / max(1, sums[1])}
+        tokens, rounds, *counts = self.accelerator.reduce(sums, reduction="sum").tolist()
+        metrics = {f"{metric_key_prefix}_acceptance_length": tokens / max(1, rounds)}
         for slot in range(slots):
-            metrics[f"{metric_key_prefix}_slot_{slot + 1}"] = sums[2 + slots + slot] / max(1, sums[2 + slot])
+            metrics[f"{metric_key_prefix}_slot_{slot + 1}"] = counts[slots + slot] / max(1, counts[slot])
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         model.train()
@@ -277,7 +283,7 @@ class DSpineTrainer(Trainer):
             drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in state.items()})
         drafter.to(dtype).save_pretrained(folder)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model=None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_fsdp_enabled or self.is_deepspeed_enabled:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:

@@ -158,9 +158,9 @@ def compare_all(ours: list[dict], theirs: list[dict], temperatures: list[float])
     """Paired bootstrap at every temperature that both evaluations have, with and without loop tails."""
     result = {}
     for t in temperatures:
-        pair = [[r for r in rows if r["temperature"] == t] for rows in (ours, theirs)]
-        if all(pair):
-            result[f"{t:g}"] = {"all": compare(*pair), "without_loops": compare(*pair, without_loops=True)}
+        a, b = ([r for r in rows if r["temperature"] == t] for rows in (ours, theirs))
+        if a and b:
+            result[f"{t:g}"] = {"all": compare(a, b), "without_loops": compare(a, b, without_loops=True)}
     return result
 
 
@@ -208,8 +208,9 @@ def _print_comparison(console: Console, comparison: dict[str, Any], against: Pat
     for temperature, kinds in comparison.items():
         for kind, found in kinds.items():
             low, high = found["interval"]
+            title = f"T = {temperature}, {kind.replace('_', ' ')}"
             console.print(
-                f"T = {temperature}, {kind.replace('_', ' ')}: {found['ours']:.3f} / {found['theirs']:.3f} of {against} "
+                f"{title}: {found['ours']:.3f} / {found['theirs']:.3f} of {against} "
                 f"= {found['ratio']:.3f} (95 %: {low:.3f} to {high:.3f}, {found['prompts']} prompts)",
                 highlight=False,
             )

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 CONTEXT = {"allow_extra_args": True, "ignore_unknown_options": True}
 EPILOG = (
     "Every field of DSpineTrainingArguments and of transformers.TrainingArguments is an option too: --max-steps 1000 "
-    "--per-device-train-batch-size 8 --learning-rate 6e-4 --anchors-per-sequence 48 --loss-layer 0.3 --bf16 --report-to "
-    "tensorboard ... Several GPUs: accelerate launch -m dspine_hf.cli train ..."
+    "--per-device-train-batch-size 8 --learning-rate 6e-4 --anchors-per-sequence 48 --loss-layer 0.3 --bf16 "
+    "--report-to tensorboard ... Several GPUs: accelerate launch -m dspine_hf.cli train ..."
 )
 
 
