@@ -146,7 +146,7 @@ def test_the_users_own_length_and_eos_criteria_count(target, text):
     plain, drafted, _ = both(target, text, criteria=lambda: MaxLengthCriteria(16))
     assert torch.equal(plain, drafted) and drafted.shape[1] == 16
     eos = int(text[7 + first_seen_at(text, 3)])
-    plain, drafted, _ = both(target, text, criteria=lambda: EosTokenCriteria(eos))
+    plain, drafted, _ = both(target, text, criteria=lambda: EosTokenCriteria(eos), pad_token_id=0)
     assert torch.equal(plain, drafted) and int(drafted[0, -1]) == eos
 
 

@@ -84,7 +84,7 @@ def oracle_for(target, reference=(), miss_every: int = 4, boost: float = 20.0, *
 
 
 def small_target(seed: int = 0, family=(LlamaConfig, LlamaForCausalLM), scale: float = 3.0, **overrides):
-    """A random target of 4 layers whose greedy text does not settle in a loop at once."""
+    """A random target of 4 layers whose text varies and hangs on the whole context: weights are drawn large."""
     values = {
         "vocab_size": VOCABULARY,
         "hidden_size": 32,
@@ -93,9 +93,11 @@ def small_target(seed: int = 0, family=(LlamaConfig, LlamaForCausalLM), scale: f
         "num_key_value_heads": 2,
         "intermediate_size": 48,
         "max_position_embeddings": 256,
+        "initializer_range": 0.4,
+        "tie_word_embeddings": False,
         "bos_token_id": 1,
         "eos_token_id": None,
-        "pad_token_id": 0,
+        "pad_token_id": None,
     }
     config_class, model_class = family
     torch.manual_seed(seed)
@@ -104,7 +106,6 @@ def small_target(seed: int = 0, family=(LlamaConfig, LlamaForCausalLM), scale: f
         target.get_input_embeddings().weight.normal_(0, 1.0)
         target.get_output_embeddings().weight.normal_(0, scale / values["hidden_size"] ** 0.5)
     target.generation_config.eos_token_id = overrides.get("eos_token_id")
-    target.generation_config.pad_token_id = 0
     return target
 
 
