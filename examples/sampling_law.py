@@ -1,7 +1,7 @@
 """Draws short texts with a drafter, end to end, and tests their frequencies against the target's exact law.
 
-A target of six tokens lets every text of three tokens be counted. Run `python examples/sampling_law.py`: each line shows
-one setting, the share of drafted tokens that were accepted, and the chi-square p-value (small means wrong).
+A target of six tokens lets every text of three tokens be counted. Run `python examples/sampling_law.py`: each line
+shows one setting, the share of drafted tokens accepted, and the chi-square p-value (small means wrong).
 """
 
 import argparse

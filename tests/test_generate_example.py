@@ -13,7 +13,7 @@ EXAMPLE = runpy.run_path(str(Path(__file__).parents[1] / "examples" / "sampling_
 @pytest.mark.parametrize("name", EXAMPLE["SETTINGS"])
 def test_texts_drawn_with_a_drafter_follow_the_targets_law(name):
     target, drafter = EXAMPLE["make_models"]()
-    prompt, tokens, draws = EXAMPLE["PROMPT"], EXAMPLE["TOKENS"], 150
+    prompt, tokens, draws = EXAMPLE["PROMPT"], EXAMPLE["TOKENS"], 60
     options = {"top_k": 0, **EXAMPLE["SETTINGS"][name]}
     law = EXAMPLE["exact_law"](target, options)
     assert sum(law.values()) == pytest.approx(1.0, abs=1e-5)
@@ -29,7 +29,7 @@ def test_texts_drawn_with_a_drafter_follow_the_targets_law(name):
         accepted += drafter.generation_stats.accepted
         for place, token in enumerate(ids[0, prompt.shape[1] :][:tokens].tolist()):
             counts[place][token] += 1
-    assert accepted > 10
+    assert accepted > 5
     for place in range(tokens):
         for token, probability in singles[place].items():
             deviation = (probability * (1 - probability) * draws) ** 0.5
