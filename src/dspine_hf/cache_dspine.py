@@ -1,5 +1,7 @@
 """The draft K/V cache: context is appended, the block's own K/V never stay."""
 
+from typing import Any
+
 import torch
 
 
@@ -18,11 +20,11 @@ class DraftCache:
     def __init__(self, num_layers: int, window: int | None = None):
         self.window = window
         self.context_length = 0
-        self._keys: list[torch.Tensor | None] = [None] * num_layers
-        self._values: list[torch.Tensor | None] = [None] * num_layers
+        self._keys: list[Any] = [None] * num_layers  # tensors, once there are rows
+        self._values: list[Any] = [None] * num_layers
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Append context rows of one layer: [batch, kv_heads, rows, head_dim]. Call `advance` once all layers have them."""
+        """Append context rows of one layer: [batch, kv_heads, rows, head_dim]. Call `advance` once every layer did."""
         start, stop = self.context_length, self.context_length + keys.shape[2]
         if torch.is_grad_enabled() and keys.requires_grad:
             if start:

@@ -1,8 +1,9 @@
-"""Train several drafters on one target's features, held on the device, at equal steps and data; evaluate each exactly."""
+"""Train several drafters on one target's features, held on the device, at equal steps and data; measure each."""
 
 import json
 import math
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ class FeatureStore:
         sequences: (tokens, prompt_length) pairs; longer ones are cut to `max_length`.
     """
 
-    def __init__(self, model, layer_ids: list[int], sequences, max_length: int = 448, batch_tokens: int = 65536):
+    def __init__(
+        self, model: Any, layer_ids: list[int], sequences: Any, max_length: int = 448, batch_tokens: int = 65536
+    ):
         self.model, self.layer_ids, self.max_length = model, layer_ids, max_length
         kept = [(np.asarray(t[:max_length]), p) for t, p in sequences if p < min(len(t), max_length) - 1]
         self.lengths = torch.tensor([len(t) for t, _ in kept], device=model.device)
@@ -114,7 +117,7 @@ class FeatureStore:
         return torch.bincount(self.tokens[inside], minlength=vocab_size).double()
 
 
-def build_drafter(variant: Variant, model, counts: torch.Tensor | None) -> DSpineDraftModel:
+def build_drafter(variant: Variant, model: Any, counts: torch.Tensor | None) -> DSpineDraftModel:
     """A fresh fp32 drafter of the variant's kind on the model's device."""
     torch.manual_seed(variant.seed)
     weights = counts if variant.space == "frequency" else None
@@ -148,7 +151,12 @@ def make_optimizer(drafter: DSpineDraftModel, variant: Variant) -> torch.optim.O
 
 
 def train_variant(
-    variant: Variant, model, store: FeatureStore, counts: torch.Tensor, log_every: int = 250, log=print
+    variant: Variant,
+    model: Any,
+    store: FeatureStore,
+    counts: torch.Tensor,
+    log_every: int = 250,
+    log: Callable[[str], None] = print,
 ) -> tuple[DSpineDraftModel, dict[str, Any]]:
     """Train one variant on the store. Returns the drafter and its record (history, speed, memory)."""
     device = model.device
@@ -161,7 +169,8 @@ def train_variant(
     states_fn = torch.compile(block_states, dynamic=False) if cuda else block_states
     options = {"states_fn": states_fn, "compiled": cuda}
     generator = torch.Generator().manual_seed(variant.seed)
-    history, total, order, steps = [], None, [], variant.steps
+    history, total, steps = [], None, variant.steps
+    order: list[int] = []
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = warm = time.perf_counter()
@@ -220,7 +229,7 @@ def _rounded(value: torch.Tensor) -> Any:
 
 
 @torch.no_grad()
-def evaluate_offline(drafter: DSpineDraftModel, model, store: FeatureStore, names: list[str]) -> dict[str, Any]:
+def evaluate_offline(drafter: DSpineDraftModel, model: Any, store: FeatureStore, names: list[str]) -> dict[str, Any]:
     """Exact T = 0 acceptance on greedy continuations, by benchmark, with and without loop tails.
 
     Args:

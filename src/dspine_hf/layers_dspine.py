@@ -110,4 +110,5 @@ class DSpineLayer(nn.Module):
 
     def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         """From the state before the write to the layer's output, with the messages s."""
+        assert self.injection is not None, "only a layer with an injection is written to"
         return self.feed_forward(self.injection.write(h, s)) if self.inner_write else self.injection.write(h, s)

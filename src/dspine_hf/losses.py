@@ -234,6 +234,7 @@ def feature_loss(
         if weights.layer_loss == "cosine":
             rows = 1 - F.cosine_similarity(z, truth, dim=-1)
         else:
+            assert negatives is not None and negative_ids is not None
             scale = weights.sharpness / rank
             others = (z.to(torch.bfloat16) @ negatives.to(torch.bfloat16).T).float() * scale
             others = others.masked_fill(negative_ids.unsqueeze(0) == labels.unsqueeze(1), float("-inf"))

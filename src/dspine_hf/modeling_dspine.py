@@ -90,7 +90,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
     def __init__(self, config: DSpineConfig):
         super().__init__(config)
         d = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * d, d, bias=False)
+        self.fc = nn.Linear(len(config.target_layer_ids or ()) * d, d, bias=False)
         self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
         self.layers = nn.ModuleList([DSpineLayer(config, i) for i in range(config.num_hidden_layers)])
         self.norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)

@@ -5,6 +5,8 @@ Source: K. Jordan et al., "Muon: an optimizer for hidden layers in neural networ
 AdamW's size (0.2 sqrt(max(rows, columns))), so that one learning rate serves both.
 """
 
+from typing import Any
+
 import torch
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -36,7 +38,8 @@ class MuonAdamW(torch.optim.Optimizer):
     """
 
     def __init__(self, named_parameters, lr=1e-3, weight_decay=0.01, momentum=0.95, betas=(0.9, 0.95), eps=1e-8):
-        matrices, rest = [], []
+        matrices: list[torch.Tensor] = []
+        rest: list[torch.Tensor] = []
         for _, parameter in named_parameters:
             if parameter.requires_grad:
                 table = parameter.ndim == 2 and parameter.shape[0] >= TABLE_ROWS
@@ -60,7 +63,7 @@ class MuonAdamW(torch.optim.Optimizer):
             (self._muon_step if group["muon"] else self._adamw_step)(group)
         return loss
 
-    def _muon_step(self, group) -> None:
+    def _muon_step(self, group: dict[str, Any]) -> None:
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
         for p in group["params"]:
             if p.grad is not None:
@@ -74,7 +77,7 @@ class MuonAdamW(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * 0.2 * max(shape) ** 0.5)
 
-    def _adamw_step(self, group) -> None:
+    def _adamw_step(self, group: dict[str, Any]) -> None:
         params = [p for p in group["params"] if p.grad is not None]
         if not params:
             return

@@ -1,5 +1,6 @@
 """One training step's loss: blocks through the drafter, both streams through the frozen head, z against the truth."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +110,7 @@ def block_loss(
     batch: SequenceBatch,
     weights: LossWeights,
     forcing_probability: float = 0.0,
-    states_fn=block_states,
+    states_fn: Callable[..., Any] = block_states,
     compiled: bool = False,
     negatives: int = 2048,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -154,7 +155,9 @@ def block_loss(
     return loss, parts
 
 
-def _layer_term(view, states: BlockStates, blocks: Blocks, labels, weights: LossWeights, negatives: int):
+def _layer_term(
+    view: TargetView, states: BlockStates, blocks: Blocks, labels: torch.Tensor, weights: LossWeights, negatives: int
+) -> torch.Tensor:
     decay = slot_weights(blocks.labels.shape[-1] + 1, weights.gamma, labels.device)
     rows = blocks.valid * decay
     rows = (rows / rows.sum().clamp_min(1e-6)).flatten()

@@ -101,6 +101,7 @@ class TransitionCache:
         """Logits [batch, K] of the candidates of `slot` (from 1), given the index of its predecessor [batch]."""
         if slot == 1:
             return self.first
+        assert previous is not None, "slots after the first have a predecessor"
         rows = self.pairs[:, slot - 2]
         index = previous.view(-1, 1, 1).expand(-1, 1, rows.shape[-1])
         return rows.gather(1, index).squeeze(1)
