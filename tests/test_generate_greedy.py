@@ -11,6 +11,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from drafter_cases import redraw
+from dspine_hf import DSpineDraftModel
 from helpers.oracle import greedy_pair, oracle_for, prompt, small_target
 
 FAMILIES = {
@@ -170,3 +172,16 @@ def test_no_allowed_token_ends_the_draft_before_its_slot():
     for do_sample in (False, True):
         assert walk(block, prompt(10, vocabulary=20), processors, do_sample, 20).tokens.shape == (1, 3)
         assert walk(block, prompt(13, vocabulary=20), processors, do_sample, 20).tokens.shape == (1, 0)
+
+
+@pytest.mark.parametrize("switches", [("all", "transition"), ("last", "transition"), ("none", "independent")], ids=str)
+def test_greedy_text_equals_plain_generate_with_a_drafter_of_random_weights(switches):
+    injection, selection = switches
+    target = small_target(seed=2)
+    drafter = redraw(DSpineDraftModel.for_target(target, injection=injection, selection=selection), seed=3)
+    for length in (1, 9):
+        for options in ({}, {"no_repeat_ngram_size": 2}, {"repetition_penalty": 1.2}):
+            options = {"max_new_tokens": 15, "do_sample": False, **options}
+            drafted = target.generate(prompt(length), assistant_model=drafter, **options)
+            assert torch.equal(drafted, target.generate(prompt(length), **options))
+            assert drafter.generation_stats.drafted > 0

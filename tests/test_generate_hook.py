@@ -232,3 +232,22 @@ def test_version_strings_stay_in_the_compat_file():
     for file in folder.glob("*_dspine.py"):
         if file.name != "compat_dspine.py":
             assert "transformers_version" not in file.read_text() and "5.24" not in file.read_text()
+
+
+def test_a_superfluous_assistant_tokenizer_does_no_harm():
+    target, tokenizer = small_target(), character_tokenizer()
+    drafter = oracle_for(target)
+    options = {"max_new_tokens": 8, "do_sample": False, "tokenizer": tokenizer}
+    drafted = target.generate(prompt(), assistant_model=drafter, assistant_tokenizer=tokenizer, **options)
+    assert torch.equal(drafted, target.generate(prompt(), **options))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)], ids=str)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_target_and_drafter_may_have_different_dtypes(dtypes, do_sample):
+    target = small_target().to(dtypes[0])
+    drafter = oracle_for(target, target.generate(prompt(), max_new_tokens=60, do_sample=False)[0], 4).to(dtypes[1])
+    torch.manual_seed(0)
+    output = target.generate(prompt(), max_new_tokens=20, do_sample=do_sample, assistant_model=drafter)
+    assert output.shape == (1, 27)
+    assert do_sample or drafter.generation_stats.accepted > 0
