@@ -1,7 +1,7 @@
 """DSpineTrainer: trains a drafter on the frozen target's states, which are computed on the fly."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +158,8 @@ class DSpineTrainer(Trainer):
         options.setdefault("data_collator", SequenceCollator(multiple=args.pad_multiple, length=padding))
         module = DraftLoss(drafter, reader, args.loss_weights, args.compile_drafter)
         super().__init__(model=module, args=args, **options)
+        if self.is_fsdp_enabled:
+            _keep_buffers_in_fp32(self.accelerator.state.fsdp_plugin)
         self._parts: dict[str, torch.Tensor] = {}
         self._steps_since_log = 0
 
@@ -278,8 +280,10 @@ class DSpineTrainer(Trainer):
             state = self.accelerator.get_state_dict(self.model)
         if not self.args.should_save:
             return
-        drafter = merged_copy(self.drafter)
-        if state is not None:
+        if state is None:
+            drafter = merged_copy(self.drafter)
+        else:
+            drafter = type(self.drafter)(self.drafter.config)
             drafter.load_state_dict({name.removeprefix("drafter."): value for name, value in state.items()})
         drafter.to(dtype).save_pretrained(folder)
 
@@ -301,6 +305,13 @@ class DSpineTrainer(Trainer):
             return
         saved = type(self.drafter).from_pretrained(folder, dtype=torch.float32)
         self.drafter.load_state_dict(saved.state_dict())
+
+
+def _keep_buffers_in_fp32(plugin: Any) -> None:
+    """FSDP's mixed precision would cast the transfer space."""
+    policy = plugin.mixed_precision_policy
+    if getattr(policy, "buffer_dtype", None) is not None:
+        plugin.mixed_precision_policy = replace(policy, buffer_dtype=torch.float32)
 
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
