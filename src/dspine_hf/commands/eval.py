@@ -219,7 +219,7 @@ def _print_comparison(console: Console, comparison: dict[str, Any], against: Pat
 def _records(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise FileNotFoundError(f"expected {path.name} of an earlier 'dspine eval' in '{path.parent}'; found none.")
-    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n")[1:] if line]
 
 
 def prompts_digest(prompts: list[list[int]]) -> str:
