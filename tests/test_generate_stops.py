@@ -69,7 +69,7 @@ class CountCalls(StoppingCriteria):
 
 
 class StopOnConfidence(StoppingCriteria):
-    """Stops when the mean log-probability of what was generated falls below a limit; reads every score."""
+    """Stops when the mean log-probability of what was generated exceeds a limit; reads every score."""
 
     def __init__(self, limit):
         self.limit, self.seen = limit, []
@@ -78,7 +78,7 @@ class StopOnConfidence(StoppingCriteria):
         new = input_ids[0, -len(scores) :]
         mean = sum(s.log_softmax(-1)[0, t] for s, t in zip(scores, new, strict=True)) / len(scores)
         self.seen.append(float(mean))
-        return torch.tensor([bool(mean < self.limit)])
+        return torch.tensor([bool(mean > self.limit)])
 
 
 class StopOnPython(StoppingCriteria):
@@ -109,17 +109,20 @@ def test_stateful_criteria_see_every_prefix_once_and_in_order(target, text):
 def test_score_reading_criteria_get_the_scores_of_plain_generate(target, text):
     made = []
 
-    def criterion(limit=-1e9):
+    def criterion(limit=1e9):
         made.append(StopOnConfidence(limit))
         return made[-1]
 
     options = {"return_dict_in_generate": True, "output_scores": True}
     both(target, text, criteria=criterion, **options)
-    limit = sorted(made[0].seen)[len(made[0].seen) // 3] + 1e-4
+    torch.testing.assert_close(made[0].seen, made[1].seen, atol=1e-5, rtol=1e-5)
+    seen = made[0].seen
+    stop = next(i for i in range(3, NEW) if seen[i] > max(seen[:i]))
+    limit = (seen[stop] + max(seen[:stop])) / 2
     plain, drafted, _ = both(target, text, criteria=lambda: criterion(limit), **options)
     assert torch.equal(plain.sequences, drafted.sequences)
-    assert len(drafted.scores) == drafted.sequences.shape[1] - 7 == len(made[3].seen) < NEW
-    torch.testing.assert_close(made[2].seen, made[3].seen)
+    assert len(drafted.scores) == drafted.sequences.shape[1] - 7 == len(made[3].seen) == stop + 1 < NEW
+    torch.testing.assert_close(made[2].seen, made[3].seen, atol=1e-5, rtol=1e-5)
 
 
 def test_criteria_may_return_python_booleans(target, text):
