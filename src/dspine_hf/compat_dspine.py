@@ -5,6 +5,7 @@ whether it drafts DSpine blocks; everything else goes to the original. So a draf
 a hook that the installed package put there, and the other way round (DESIGN.md section 3).
 """
 
+import copy
 import functools
 import inspect
 import weakref
@@ -109,6 +110,20 @@ def install_hook(mixin: type = GenerationMixin, protocol: int = HOOK_PROTOCOL) -
         wrapper = _WRAPPERS[name](current)
         setattr(wrapper, _PROTOCOL_ATTRIBUTE, protocol)
         setattr(mixin, name, wrapper)
+
+
+@functools.cache
+def _hooked_class(family: type) -> type:
+    hooked = type(family.__name__, (family,), {"__module__": family.__module__, "__doc__": family.__doc__})
+    install_hook(hooked)
+    return hooked
+
+
+def hooked_view(target: Any) -> Any:
+    """The target, weights shared, under a subclass that carries the hook; the target and its class stay as they are."""
+    view = copy.copy(target)
+    view.__class__ = _hooked_class(type(target))
+    return view
 
 
 def find_cache(container: Any) -> Any:

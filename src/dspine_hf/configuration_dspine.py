@@ -1,6 +1,6 @@
 """DSpineConfig: every field of a DSpine drafter, and how its shapes follow from the target's config."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 
@@ -61,6 +61,7 @@ class DSpineConfig(PreTrainedConfig):
     """
 
     model_type = "dspine"
+    _auto_class: ClassVar[str | None] = "AutoConfig"  # saved with its code
     keys_to_ignore_at_inference = ["past_key_values"]
 
     hidden_size: int = 4096

@@ -15,6 +15,7 @@ from .compat_dspine import (
     check_cache_implementation,
     check_layer_types,
     find_cache,
+    hooked_view,
     is_sliding,
 )
 from .context_dspine import DraftContext
@@ -281,6 +282,11 @@ class AssistsGenerate:
         check_layer_types(target)
         self.check_target(target)  # type: ignore[attr-defined]
         mode_kwargs.pop("assistant_tokenizer", None)
+
+    def dspine_generate(self, target: Any, **kwargs: Any) -> Any:
+        """`target.generate(**kwargs)` drafted by this model, whether or not `GenerationMixin` carries the hook."""
+        view = hooked_view(target)
+        return type(view).generate(view, assistant_model=self, **kwargs)
 
     def dspine_assisted_decoding(self, loop: Callable, target: Any, *args: Any, **kwargs: Any) -> Any:
         """

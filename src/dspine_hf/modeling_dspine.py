@@ -1,8 +1,12 @@
 """DSpineDraftModel: drafts a block of tokens in one pass, conditioning through depth (DESIGN.md section 1)."""
 
+import inspect
+import os
+import shutil
 import warnings
 import weakref
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +18,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from .cache_dspine import DraftCache
 from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
+from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
 from .target_dspine import TargetView, embedding_fingerprint, refuse_wrong_shapes, same_fingerprint
@@ -64,6 +69,15 @@ class DSpinePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DSpineLayer"]
     _supports_sdpa = True
     _keep_in_fp32_modules_strict = ["transfer"]
+    _auto_class = "AutoModel"  # saved with its code, for trust_remote_code
+
+    def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
+        """Write weights, config and the code of both; see [`PreTrainedModel.save_pretrained`] for the arguments."""
+        if is_main_process and not os.path.isfile(save_directory):
+            recipe = Path(save_directory) / "custom_generate" / "generate.py"
+            recipe.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(inspect.getfile(generate), recipe)
+        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):
