@@ -140,6 +140,12 @@ def test_prompts_come_from_lines_parquet_and_data_sets(tmp_path):
         read_prompts([str(lines)])
 
 
+def test_a_line_separator_inside_a_prompt_does_not_end_its_line(tmp_path):
+    text = "one\u2028two\x85three"
+    (tmp_path / "a.jsonl").write_text(json.dumps({"turns": [text]}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_prompts([str(tmp_path / "a.jsonl")])[0].turns == [text]
+
+
 def test_self_prompts_are_the_targets_own_user_turns(tmp_path):
     target, tokenizer = tiny_chat_target(), tiny_tokenizer()
     assert tokenizer.decode(user_prefix(tokenizer)) == "<user>"
