@@ -120,9 +120,10 @@ def _hooked_class(family: type) -> type:
 
 
 def hooked_view(target: Any) -> Any:
-    """The target, weights shared, under a subclass that carries the hook; the target and its class stay as they are."""
+    """The target under a subclass that carries the hook, weights shared; it and its class stay as they are."""
     view = copy.copy(target)
-    view.__class__ = _hooked_class(type(target))
+    family: Any = type(target)
+    view.__class__ = _hooked_class(family)
     return view
 
 

@@ -71,6 +71,16 @@ class DSpinePreTrainedModel(PreTrainedModel):
     _keep_in_fp32_modules_strict = ["transfer"]
     _auto_class = "AutoModel"  # saved with its code, for trust_remote_code
 
+    @classmethod
+    def from_pretrained(cls, *args: Any, use_safetensors: bool | None = True, **kwargs: Any) -> Any:
+        """Load a drafter; see [`PreTrainedModel.from_pretrained`]. Pickled weights are refused: they may run code."""
+        if not use_safetensors:
+            raise ValueError(
+                f"expected use_safetensors=True or left out; found {use_safetensors}. Pickled weights may run code "
+                "when they are read: convert them to safetensors where you trust them."
+            )
+        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
         """Write weights, config and the code of both; see [`PreTrainedModel.save_pretrained`] for the arguments."""
         if is_main_process and not os.path.isfile(save_directory):

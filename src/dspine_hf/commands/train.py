@@ -145,16 +145,25 @@ def build_drafter(
         loaded = DSpineDraftModel.from_pretrained(drafter, dtype=torch.float32)
         loaded.check_target(model)
         return loaded
-    overrides = {}
+    return DSpineDraftModel.for_target(model, counts, **parse_fields(fields)).float()
+
+
+def parse_fields(fields: list[str]) -> dict[str, Any]:
+    """The values of --config name=value: JSON where it is JSON, else the word itself.
+
+    Raises:
+        ValueError: a field is not of that form.
+    """
+    values: dict[str, Any] = {}
     for field in fields:
         name, equals, value = field.partition("=")
         if not equals:
             raise ValueError(f"expected --config name=value; found '{field}'. For example: --config block_size=16.")
         try:
-            overrides[name] = json.loads(value)
+            values[name] = json.loads(value)
         except json.JSONDecodeError:
-            overrides[name] = value
-    return DSpineDraftModel.for_target(model, counts, **overrides).float()
+            values[name] = value
+    return values
 
 
 def _value(words: list[str], name: str) -> str:
