@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
+from transformers.generation.logits_process import MinNewTokensLengthLogitsProcessor, TemperatureLogitsWarper
 
 from dspine_hf import walk_dspine
 from dspine_hf.walk_dspine import walk
@@ -182,3 +183,14 @@ def test_an_overflow_in_the_drafter_leaves_q_a_distribution(poison):
     block.transitions.first[0, 1] = poison
     draft = walk(block, prompt(6, vocabulary=V), [], True, V)
     torch.testing.assert_close(draft.log_q.exp().sum(-1), torch.ones(1, SLOTS))
+
+
+def test_a_minimum_length_forbids_the_end_until_it_is_reached_and_costs_nothing_after(monkeypatch):
+    block, ids = block_of(False), prompt(6, vocabulary=V)
+    best = int(block.candidates[0, 0, 0])
+    minimum = [MinNewTokensLengthLogitsProcessor(5, 2, best), TemperatureLogitsWarper(0.01)]
+    for _ in range(20):
+        assert best not in walk(block, ids, minimum, True, V).tokens[0, :1]
+    monkeypatch.delattr(walk_dspine, "_walk_rows")
+    longer = torch.cat([ids, ids], dim=1)
+    assert best in walk(block, longer, minimum, True, V).tokens[0, :1]
