@@ -2,12 +2,13 @@
 #
 #   PYTHON=...         the interpreter that the virtual environment is made with (default: python3)
 #   TRANSFORMERS=...   an exact transformers version, in an environment of its own (default: the newest supported)
+#   WORKERS=...        how many tests run at once, each on one thread (default: 2)
 #   ARGS=...           passed on to pytest or to dspine demo: make test ARGS="tests/test_cli.py -x"
 
 PYTHON ?= python3
 TRANSFORMERS ?=
 ARGS ?=
-OMP_NUM_THREADS ?= 2
+WORKERS ?= 2
 
 VENV := .venv$(if $(TRANSFORMERS),-$(TRANSFORMERS))
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ demo: setup
 	$(BIN)/dspine demo $(ARGS)
 
 test: setup
-	TRITON_INTERPRET=1 OMP_NUM_THREADS=$(OMP_NUM_THREADS) HF_HUB_OFFLINE=1 $(BIN)/python -m pytest $(ARGS)
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 quality: setup
 	$(BIN)/ruff check .
