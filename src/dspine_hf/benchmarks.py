@@ -1,4 +1,4 @@
-"""The prompts that a drafter is measured on: a file per benchmark, in the chat template, behind a context if wanted."""
+"""The prompts that a drafter is measured on: a file per benchmark, in the chat template, after a context if wanted."""
 
 from dataclasses import dataclass
 from pathlib import Path
