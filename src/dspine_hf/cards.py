@@ -201,7 +201,7 @@ def _architecture(config: dict[str, Any]) -> str:
     if config.get("selection", "transition") == "transition":
         rewritten = config.get("rewrite_layers", 0) + 1
         text += (
-            f"; the last {rewritten} {'write is' if rewritten == 1 else 'writes are'} repeated with each of the "
+            f"; the last {'write is' if rewritten == 1 else f'{rewritten} writes are'} repeated with each of the "
             f"{config['num_candidates']} candidates of the slot before"
         )
     return text + "."
