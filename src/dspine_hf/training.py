@@ -79,6 +79,8 @@ class DSpineTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.device.type == "cuda":
             self._n_gpu = 1  # several GPUs are used through accelerate, one process each
+        else:
+            self.dataloader_pin_memory = False
 
     @property
     def loss_weights(self) -> LossWeights:
