@@ -159,6 +159,7 @@ def _refuse_other_attention(source: dict[str, Any], qwen: Qwen3Config, inner: di
         )
 
 
+@torch.no_grad()
 def _embedding_scale(scale: float, target: Any) -> float:
     """DFlash scales the raw embedding rows; DSpine scales what the target's embedding module returns."""
     if target is None:
