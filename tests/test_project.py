@@ -39,7 +39,7 @@ def wheel_names(tmp_path_factory):
     """The names inside a wheel built from a copy of the project's files."""
     folder = tmp_path_factory.mktemp("build")
     for path in project_files():
-        if path.relative_to(ROOT).parts[0] not in ("model_cards", "tests"):
+        if path.relative_to(ROOT).parts[0] != "tests":
             copy = folder / "source" / path.relative_to(ROOT)
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copy)
@@ -56,6 +56,11 @@ def test_wheel_holds_every_module_of_the_package_and_the_kernels(wheel_names):
     modules = {name for name in wheel_names if name.endswith(".py")}
     assert modules == expected
     assert "dspine_hf/py.typed" in wheel_names
+    assert "dspine_hf/model_cards/template.md" in wheel_names
+
+
+def test_wheel_carries_no_weights(wheel_names):
+    assert not [name for name in wheel_names if name.endswith((".safetensors", ".json"))]
 
 
 def test_wheel_carries_the_licence_and_the_command(wheel_names):
