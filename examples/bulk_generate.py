@@ -103,7 +103,9 @@ class StepDecoder:
         for _ in range(min(self.length - 1, max(map(len, prompts)) + new_tokens - 1)):
             self.graph.replay() if self.graph is not None else self.step()
         rows = self.tokens[: len(prompts)].tolist()
-        return [_cut(row, len(prompt), new_tokens, stop, self.length) for row, prompt in zip(rows, prompts, strict=True)]
+        return [
+            _cut(row, len(prompt), new_tokens, stop, self.length) for row, prompt in zip(rows, prompts, strict=True)
+        ]
 
     def _capture(self) -> None:
         side = torch.cuda.Stream()
@@ -126,7 +128,9 @@ def _cut(row: list[int], prompt: int, new_tokens: int, stop: int, length: int) -
 def write_own_prompts(decoder: StepDecoder, tokenizer, count: int, batch: int, stop: int) -> list[list[int]]:
     """User turns that the target writes itself at T = 1, as chat prompts without duplicates."""
     marker = "\x00"
-    text = tokenizer.apply_chat_template([{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": marker}], tokenize=False, add_generation_prompt=True
+    )
     before, after = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in text.split(marker))
     seen: dict[tuple, list[int]] = {}
     while count > 0:
@@ -163,7 +167,9 @@ def main() -> None:
     print(f"{len(prompts)} given prompts, {len(own)} own, after {time.perf_counter() - started:.0f} s", flush=True)
     prompts = [p for p in prompts + own if len(p) <= args.length // 2]
     order = np.random.default_rng(0).permutation(len(prompts))
-    groups = [sorted(order[i : i + args.batch], key=lambda j: len(prompts[j])) for i in range(0, len(order), args.batch)]
+    groups = [
+        sorted(order[i : i + args.batch], key=lambda j: len(prompts[j])) for i in range(0, len(order), args.batch)
+    ]
     out = Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     rows, sizes, heat = [], [], []

@@ -65,7 +65,10 @@ def main() -> None:
     counts = store.token_counts(model.config.vocab_size) + 0.1
     greedy, names = read_greedy(args.greedy, args.per_set)
     held_out = FeatureStore(model, layers, greedy, max_length=1024)
-    print(f"{len(store)} sequences, {store.tokens.shape[0]} tokens, ready after {time.perf_counter() - started:.0f} s", flush=True)
+    print(
+        f"{len(store)} sequences, {store.tokens.shape[0]} tokens, ready after {time.perf_counter() - started:.0f} s",
+        flush=True,
+    )
     for fields in json.loads(Path(args.variants).read_text()):
         if time.perf_counter() - started > args.seconds:
             print(f"skipped {fields['name']}: out of time")
