@@ -31,7 +31,7 @@ def test_demo_of_the_shipped_drafter_gives_identical_text_in_fewer_passes(embedd
 
 
 def test_readme_snippet_runs_and_answers(embedded_target, monkeypatch, capsys):
-    (snippet,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    snippet, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     monkeypatch.setattr(dspine_hf, "load_embedded_target", lambda: embedded_target)
     monkeypatch.chdir(README.parent)
     exec(compile(snippet.replace("max_new_tokens=128", "max_new_tokens=24"), "README.md", "exec"), {})

@@ -13,6 +13,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_of_the_tests"
 LARGE = (".safetensors", ".bin", ".png")
+ASIDE = "/api/agent-harnesses"  # asked for by the client at a moment of its own; not part of any exchange
 
 
 @dataclass
@@ -110,6 +111,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _handle(self):
         self.close_connection = True
+        if self.path == ASIDE:
+            self.send_error(404)
+            return
         verdict = self.hub.verdict()
         body = self._body()
         if verdict != "drop":
