@@ -18,7 +18,7 @@ TRAINING_FIELDS = {
     "language": "list of language codes",
     "datasets": "list of the Hub names of data sets that prompts came from",
     "data": "what the training data is",
-    "procedure": "table of the training procedure, by name",
+    "procedure": "the training procedure, an object of names and values",
     "evaluated_on": "the machine that the speed-up was measured on",
 }
 PLACEHOLDER = re.compile(r"\{\{|\}\}|\bTODO\b|\bTBD\b|\bFIXME\b|More Information Needed|\borg/name\b", re.IGNORECASE)
@@ -61,7 +61,7 @@ def render_card(repo_id: str, config: dict[str, Any], results: dict[str, Any], t
         "tables": "\n\n".join(_table(t, figures) for t, figures in temperatures.items()),
         "architecture": _architecture(config),
         "data": training["data"],
-        "procedure": "\n".join(["| | |", "|---|---|", *(f"| {k} | {v} |" for k, v in training["procedure"].items())]),
+        "procedure": _procedure(training),
         "limits": "\n".join(f"- {limit}" for limit in _limits(results, training)),
     }
     text = re.sub(r"\{\{(\w+)\}\}", lambda match: values[match.group(1)], template_file().read_text("utf-8"))
@@ -205,6 +205,12 @@ def _architecture(config: dict[str, Any]) -> str:
             f"{config['num_candidates']} candidates of the slot before"
         )
     return text + "."
+
+
+def _procedure(training: dict[str, Any]) -> str:
+    """The list of the procedure, and what its author says of other drafters trained so, if anything."""
+    lines = [f"- **{name}**: {value}" for name, value in training["procedure"].items()]
+    return "\n".join(lines) + (f"\n\n{training['comparison']}" if training.get("comparison") else "")
 
 
 def _limits(results: dict[str, Any], training: dict[str, Any]) -> list[str]:

@@ -73,6 +73,7 @@ def _slots(pyplot: Any, results: dict[str, Any], path: Path) -> Path:
                 places = range(1, len(values) + 1)
                 axes.plot(places, values, style, marker="o", markersize=3, label=f"{label}, T = {temperature}")
     axes.set_xlabel("slot")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("share")
     axes.set_ylim(0, 1)
     axes.grid(alpha=0.3)
