@@ -131,8 +131,8 @@ def push(
 ) -> CommitInfo | None:
     """Publish the drafter in `folder` as one commit, after saying what it will hold.
 
-    A broken connection is tried again, and so is the whole command later: files that arrived are not sent twice, and
-    the repository shows either its old state or the new one.
+    After a broken connection it tries again, and the same command goes on later: files that arrived are not sent
+    twice, and the repository shows either its old state or the new one.
 
     Args:
         folder: see [`stage`].
@@ -165,22 +165,9 @@ def push(
         "commit_description": commit_description,
         "create_pr": create_pr,
     }
-    for attempt in range(1, ATTEMPTS + 1):
-        try:
-            done = _send(api, upload, repo_id, private, revision, commit)
-            echo(f"Done: {done.pr_url or done.commit_url}")
-            return done
-        except Exception as error:
-            if not is_transient(error):
-                raise
-            if attempt == ATTEMPTS:
-                raise ConnectionError(
-                    f"expected {api.endpoint} to take the commit; {attempt} attempts failed, the last with: {error}. "
-                    "The repository is as it was. Run the same command again: what has arrived is not sent twice."
-                ) from error
-            echo(f"Attempt {attempt} of {ATTEMPTS} broke off ({error}); trying again.")
-            time.sleep(wait * 2 ** (attempt - 1))
-    raise AssertionError("the last attempt returns or raises")
+    done = _with_patience(lambda: _send(api, upload, repo_id, private, revision, commit), api.endpoint, echo, wait)
+    echo(f"Done: {done.pr_url or done.commit_url}")
+    return done
 
 
 def push_drafter(
@@ -234,6 +221,27 @@ def is_transient(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _with_patience(
+    send: Callable[[], CommitInfo], endpoint: str, echo: Callable[[str], Any], wait: float
+) -> CommitInfo:
+    """Call `send` until it succeeds, fails for good, or has failed often enough."""
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            return send()
+        except Exception as error:
+            if not is_transient(error):
+                raise
+            if attempt == ATTEMPTS:
+                raise ConnectionError(
+                    f"expected {endpoint} to take the commit; {attempt} attempts failed, the last with: {error}. "
+                    "The repository is in its old state, or in the new one if only the answer was lost. Run the same "
+                    "command again: what has arrived is not sent twice."
+                ) from error
+            echo(f"Attempt {attempt} of {ATTEMPTS} broke off ({error}); trying again.")
+            time.sleep(wait * 2 ** (attempt - 1))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _send(
