@@ -23,7 +23,7 @@ from dspine_hf.responses import SeededSampling, respond
 from dspine_hf.sequences import load_sequences
 from dspine_hf.server import ServerWriter, answer_from_server
 from helpers.tiny_files import save_tiny_target, tiny_chat_target, tiny_tokenizer, write_jsonl
-from helpers.training_runs import command, kill_when, run_command
+from helpers.training_runs import command, kill_when, run_here
 
 
 def texts(count: int) -> list[str]:
@@ -70,14 +70,11 @@ def test_killed_regeneration_equals_an_uninterrupted_one(tmp_path):
         )
 
     journal = tmp_path / "killed" / "responses.jsonl"
-    for lines in (10, 50):
-        kill_when(
-            words(tmp_path / "killed"), lambda n=lines: journal.exists() and journal.read_bytes().count(b"\n") > n
-        )
+    kill_when(words(tmp_path / "killed"), lambda: journal.exists() and journal.read_bytes().count(b"\n") > 30)
     with open(journal, "ab") as file:
         file.write(b'{"id": 5, "variant": 0, "rows": [{"id"')
-    run_command(words(tmp_path / "killed"))
-    run_command(words(tmp_path / "whole"))
+    run_here(words(tmp_path / "killed"))
+    run_here(words(tmp_path / "whole"))
     killed, whole = (datasets.load_from_disk(str(tmp_path / name)) for name in ("killed", "whole"))
     assert killed.to_list() == whole.to_list()
     keys = [(row["id"], row["temperature"], row["turn"]) for row in whole]
@@ -258,7 +255,7 @@ def test_regenerate_command_speaks_to_a_server(tmp_path):
     target = save_tiny_target(tmp_path / "target")
     prompts = write_jsonl(tmp_path / "p.jsonl", [{"prompt": text} for text in texts(5)])
     with Endpoint() as endpoint:
-        run_command(
+        run_here(
             command(
                 "regenerate",
                 "--target",

@@ -12,7 +12,7 @@ from dspine_hf.evaluation import Evaluator, summarise
 from dspine_hf.offline import loop_tail_start, walk_rounds
 from dspine_hf.plots import training_curve
 from helpers.tiny_files import save_tiny_target, tiny_tokenizer, write_jsonl
-from helpers.training_runs import command, kill_when, run_command, trained_pair
+from helpers.training_runs import command, kill_when, run_here, trained_pair
 
 LIMIT = 40
 
@@ -173,20 +173,20 @@ def test_killed_evaluation_goes_on_and_writes_the_same_results(tmp_path):
     _, drafter, *_ = trained_pair()
     drafter.save_pretrained(tmp_path / "drafter")
     for name in ("first", "second"):
-        write_jsonl(tmp_path / "sets" / f"{name}.jsonl", paths(name, 30))
+        write_jsonl(tmp_path / "sets" / f"{name}.jsonl", paths(name, 8))
     pair = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--dtype", "float32"]
 
     def words(folder, *more):
         return command(
-            "eval", *pair, "--prompts", tmp_path / "sets", "--max-new-tokens", 24, "--output-dir", folder, *more
+            "eval", *pair, "--prompts", tmp_path / "sets", "--max-new-tokens", 16, "--output-dir", folder, *more
         )
 
     journal = tmp_path / "killed" / "prompts.jsonl"
-    kill_when(words(tmp_path / "killed"), lambda: journal.exists() and journal.read_bytes().count(b"\n") > 20)
+    kill_when(words(tmp_path / "killed"), lambda: journal.exists() and journal.read_bytes().count(b"\n") > 6)
     with open(journal, "ab") as file:
         file.write(b'{"benchmark": "first", "ind')
-    printed = json.loads(run_command(words(tmp_path / "killed", "--json")))
-    run_command(words(tmp_path / "offline", "--offline", "--against", tmp_path / "killed"))
+    printed = json.loads(run_here(words(tmp_path / "killed", "--json")))
+    run_here(words(tmp_path / "offline", "--offline", "--against", tmp_path / "killed"))
     results = json.loads((tmp_path / "killed" / "results.json").read_text())
     assert printed == results
     offline = json.loads((tmp_path / "offline" / "results.json").read_text())
@@ -196,9 +196,9 @@ def test_killed_evaluation_goes_on_and_writes_the_same_results(tmp_path):
     for figures in results["temperatures"].values():
         for name in ("first", "second"):
             row = figures["benchmarks"][name]
-            assert row["prompts"] == 30 and row["speedup"] > 0 and len(row["slot_acceptance"]) == 4
+            assert row["prompts"] == 8 and row["speedup"] > 0 and len(row["slot_acceptance"]) == 4
     assert all(row["identical"] == 1.0 for row in results["benchmarks"].values())
     lines = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
-    assert len({(e["benchmark"], e["index"], e["temperature"]) for e in lines}) == len(lines) == 120
+    assert len({(e["benchmark"], e["index"], e["temperature"]) for e in lines}) == len(lines) == 32
     for name in ("acceptance_length.png", "slots.png"):
         assert (tmp_path / "killed" / name).read_bytes().startswith(b"\x89PNG")

@@ -21,7 +21,7 @@ from helpers.training_runs import (
     fresh_drafter,
     kill_when,
     losses,
-    run_command,
+    run_here,
     saved_losses,
     trained_pair,
     trainer_for,
@@ -67,11 +67,11 @@ def test_killed_training_resumes_to_the_same_loss_curve(tmp_path):
         options += ["--max-steps", 60, "--save-steps", 10, "--logging-steps", 1, "--anchors-per-sequence", 4]
         return command("train", *options, "--per-device-train-batch-size", 4, "--output-dir", folder)
 
-    run_command(words(tmp_path / "whole"))
+    run_here(words(tmp_path / "whole"))
     killed = tmp_path / "killed"
     kill_when(words(killed), lambda: last_complete_checkpoint(killed) is not None)
     assert not (killed / "model.safetensors").exists()
-    run_command(words(killed))
+    run_here(words(killed))
     expected = saved_losses(tmp_path / "whole")
     assert len(expected) == 60
     assert saved_losses(killed) == pytest.approx(expected, abs=CURVE)

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from helpers.tiny_files import random_sequences, save_tiny_target, write_jsonl
-from helpers.training_runs import SHAPES, command, run_command, saved_losses, torch
+from helpers.training_runs import SHAPES, command, run_command, run_here, saved_losses, torch
 
 CURVE = 1e-3
 
@@ -38,7 +38,7 @@ def runs(tmp_path_factory):
         options += ["--forcing", 0.5, "--eval-size", 3, "--learning-rate", 0.003]
         return command("train", *options, "--per-device-train-batch-size", batch, "--output-dir", folder / name)
 
-    run_command(words("one", 4))
+    run_here(words("one", 4))
     shutil.copytree(folder / "one" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
     run_command(launched(words("two", 2), 2))
     run_command(launched(words("resumed", 2), 2))

@@ -1,6 +1,8 @@
 """Short training runs of a tiny drafter, in this process and through the command line."""
 
+import contextlib
 import functools
+import io
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ from pathlib import Path
 import torch
 
 from dspine_hf import DSpineDraftModel
+from dspine_hf.cli import app
 from dspine_hf.responses import respond
 from dspine_hf.sequences import TokenSequences
 from dspine_hf.training import DSpineTrainer, DSpineTrainingArguments
@@ -88,10 +91,18 @@ def environment() -> dict[str, str]:
 
 
 def run_command(words: list[str], timeout: float = 200) -> str:
-    """Run to the end; stdout. A failure shows what the command said."""
+    """Run a command line in a process of its own to the end; stdout. A failure shows what the command said."""
     done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
+
+
+def run_here(words: list[str]) -> str:
+    """Run a `dspine` command line in this process, which has everything imported already; stdout."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        app(args=words[3:], standalone_mode=False)
+    return printed.getvalue()
 
 
 def kill_when(words: list[str], ready, timeout: float = 200) -> None:
