@@ -3,8 +3,8 @@
     python examples/bulk_generate.py --target SmolLM2.gguf --prompts 'prompts/*.jsonl' --self-prompts 20000 \
         --samples 2 --batch 2048 --seconds 150 --out tokens/
 
-Prompts are `{"turns": [...]}` lines; `--self-prompts` lets the target write user turns of its own. Half of the responses
-are greedy, half are sampled at T = 1. Output: npz shards with `tokens`, `length`, `prompt_length`, `temperature`.
+Prompts are `{"turns": [...]}` lines; `--self-prompts` lets the target write user turns of its own. Half of the
+responses are greedy, half are sampled at T = 1. Output: npz shards with `tokens`, `length`, `prompt_length`, `temperature`.
 """
 
 import argparse

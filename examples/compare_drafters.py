@@ -1,10 +1,10 @@
 """Train drafters side by side at equal steps and data, and measure each one's exact acceptance length at T = 0.
 
-    python examples/compare_drafters.py --target SmolLM2.gguf --train 'data/train-*.npz' --greedy data/eval-greedy.jsonl \
-        --variants variants.json --out results/
+    python examples/compare_drafters.py --target SmolLM2.gguf --train 'data/train-*.npz' \
+        --greedy data/eval-greedy.jsonl --variants variants.json --out results/
 
-`--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`. `--greedy`: JSONL with
-`benchmark`, `prompt_ids` and `greedy_ids`, the target's own greedy continuations. `variants.json`: a list of
+`--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`. `--greedy`: JSONL
+with `benchmark`, `prompt_ids` and `greedy_ids`, the target's own greedy continuations. `variants.json`: a list of
 `dspine_hf.lab.Variant` fields. One JSON per variant is written, and its weights with `--save NAME`.
 """
 
