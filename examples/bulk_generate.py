@@ -4,7 +4,8 @@
         --samples 2 --batch 2048 --seconds 150 --out tokens/
 
 Prompts are `{"turns": [...]}` lines; `--self-prompts` lets the target write user turns of its own. Half of the
-responses are greedy, half are sampled at T = 1. Output: npz shards with `tokens`, `length`, `prompt_length`, `temperature`.
+responses are greedy, half are sampled at T = 1. Output: npz shards with `tokens`, `length`, `prompt_length` and
+`temperature`.
 """
 
 import argparse
