@@ -66,7 +66,8 @@ class DraftCache:
         self.context_length = length
 
     def _with_room(self, store: torch.Tensor | None, new: torch.Tensor, rows: int) -> torch.Tensor:
-        if store is not None and store.shape[2] >= rows:
+        frozen = store is not None and store.is_inference() and not torch.is_inference_mode_enabled()
+        if store is not None and store.shape[2] >= rows and not frozen:
             return store
         capacity = max(rows + self.GROWTH, rows * 3 // 2)
         grown = new.new_empty(new.shape[0], new.shape[1], capacity, new.shape[3])

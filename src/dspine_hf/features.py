@@ -18,7 +18,9 @@ class TargetReader:
     def __init__(self, target: Any, layer_ids: list[int]):
         self.target = target.eval().requires_grad_(False)
         self.decoder = target.get_decoder()
-        self.taps = FeatureTaps(self.decoder, layer_ids, False)
+        # Some families (Llama 4) name no decoder apart from the whole model: its last state is then the normed one.
+        self.whole = self.decoder is target
+        self.taps = FeatureTaps(self.decoder, layer_ids, self.whole)
 
     @torch.no_grad()
     def __call__(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -30,9 +32,11 @@ class TargetReader:
         """
         device = tokens.device
         first = self.target.get_input_embeddings().weight.device
+        options: dict[str, Any] = {"output_hidden_states": self.taps.request, "use_cache": False, "return_dict": True}
+        if self.whole:
+            options["logits_to_keep"] = 1
         with torch.autocast(device.type, enabled=False):
-            outputs = self.decoder(
-                input_ids=tokens.to(first), use_cache=False, output_hidden_states=self.taps.request, return_dict=True
-            )
+            outputs = self.decoder(input_ids=tokens.to(first), **options)
         states = [state.to(device) for state in self.taps.read(outputs)]
-        return torch.cat(states, dim=-1), outputs.last_hidden_state.to(device)
+        final = outputs.hidden_states[-1] if self.whole else outputs.last_hidden_state
+        return torch.cat(states, dim=-1), final.to(device)

@@ -22,6 +22,7 @@ from .context_dspine import DraftContext
 from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy, trim_output
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
 from .steps_dspine import StepRecorder
+from .target_dspine import refuse_unknown_tokens, slots_within_positions
 from .walk_dspine import walk
 
 _STATEFUL_PROCESSORS = (
@@ -56,6 +57,8 @@ class DSpineCandidateGenerator(CandidateGenerator):
         )
         self._max_slots = min(int(limit) for limit in limits if limit is not None)
         self._view = call.drafter.bind_target(call.target)
+        self._text_config = call.target.config.get_text_config(decoder=True)
+        self._bounded = slots_within_positions(self._text_config, 0) is not None
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
@@ -79,6 +82,9 @@ class DSpineCandidateGenerator(CandidateGenerator):
         if is_first_iteration:
             return input_ids, None
         slots = min(self._max_slots, self._max_length - input_ids.shape[1] - 1)
+        if self._bounded and call.anchor_position is not None:
+            within = slots_within_positions(self._text_config, int(call.anchor_position))
+            slots = slots if within is None else min(slots, within)
         if slots < 1:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
@@ -173,6 +179,12 @@ class DraftedCall:
                 f"expected one prompt, found a batch of {input_ids.shape[0]}: generate() drafts for batch size 1. "
                 "Loop over the prompts, or use dspine_hf's batched decoding."
             )
+        if not input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None:
+            raise ValueError(
+                "expected a prompt of at least one token; found none. Begin with the tokenizer's bos_token_id, or "
+                "pass no prompt at all."
+            )
+        refuse_unknown_tokens(target, input_ids)
         self.target_cache = find_cache(model_kwargs)
         check_cache(self.target_cache)
         self.drafter, self.target = drafter, target
@@ -341,6 +353,7 @@ def refuse_conflicts(target: Any, mode: Any, generation_config: Any) -> None:
         "assistant_early_exit": (None,),
         "assistant_ensemble_weight": (None,),
         "use_mtp": (False, None),
+        "dola_layers": (None,),
         "speculation_type": (None,),
         "guidance_scale": (1, None),
         "watermarking_config": (None,),
@@ -358,7 +371,7 @@ def refuse_conflicts(target: Any, mode: Any, generation_config: Any) -> None:
             "decoding or sampling, or generate without `assistant_model`."
         )
     if generation_config.use_cache is False:
-        raise ValueError("use_cache=False leaves nothing to verify drafts against. Leave `use_cache` on.")
+        raise ValueError("use_cache=False leaves nothing to verify drafts against. Pass `use_cache=True`.")
     check_cache_implementation(generation_config.cache_implementation)
 
 

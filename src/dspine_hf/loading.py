@@ -6,6 +6,8 @@ from typing import Any
 import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
 
+from .target_dspine import resident
+
 
 def load_target(
     name_or_path: str | Path, dtype: torch.dtype | str = torch.bfloat16, **model_kwargs: Any
@@ -83,7 +85,7 @@ def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTraine
             f"'{drafter.config.model_type}'. Give a drafter's folder or Hub name, or convert the checkpoint first."
         )
     drafter.check_target(target)
-    return drafter.to(target.get_output_embeddings().weight.device).eval()
+    return drafter.to(resident(target.get_output_embeddings(), "weight").device).eval()
 
 
 def _forget_quantization(model: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
@@ -21,7 +22,14 @@ from .configuration_dspine import DSpineConfig
 from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
-from .target_dspine import TargetView, embedding_fingerprint, refuse_wrong_shapes, same_fingerprint
+from .target_dspine import (
+    TargetView,
+    embedding_fingerprint,
+    output_head,
+    refuse_wrong_shapes,
+    resident,
+    same_fingerprint,
+)
 from .transfer_dspine import TransferSpace, TransitionCache
 
 install_hook()
@@ -79,7 +87,21 @@ class DSpinePreTrainedModel(PreTrainedModel):
                 f"expected use_safetensors=True or left out; found {use_safetensors}. Pickled weights may run code "
                 "when they are read: convert them to safetensors where you trust them."
             )
-        return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+        try:
+            return super().from_pretrained(*args, use_safetensors=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(
+                f"expected whole safetensors files for this drafter; found: {error}. Save the drafter again, or "
+                "download it again."
+            ) from error
+        except RuntimeError as error:
+            if "ignore_mismatched_sizes" not in str(error):
+                raise
+            raise ValueError(
+                "expected weights of the shapes that config.json says (hidden_size, intermediate_size, head counts, "
+                "target_layer_ids, transfer_rank); found others, listed in the report above. Save the drafter again, "
+                "so that both belong together."
+            ) from error
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
         """Write weights, config and the code of both; see [`PreTrainedModel.save_pretrained`] for the arguments."""
@@ -141,17 +163,16 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         Raises:
             ValueError: the target has no output embedding, or the config is inconsistent.
         """
-        head = model.get_output_embeddings()
-        if head is None:
-            raise ValueError(f"{type(model).__name__} has no output embedding; a DSpine drafter needs a causal LM.")
-        config_overrides.setdefault("vocab_size", head.weight.shape[0])
+        weight = resident(output_head(model), "weight")
+        config_overrides.setdefault("vocab_size", weight.shape[0])
         config = DSpineConfig.for_target(model.config, **config_overrides)
         drafter = cls(config)
         with torch.no_grad():
-            drafter.transfer.fit(head.weight, token_weights)
-            drafter.fingerprint.copy_(embedding_fingerprint(head.weight))
+            drafter.transfer.fit(weight, token_weights)
+            drafter.fingerprint.copy_(embedding_fingerprint(weight))
             if drafter.mask_embedding is not None:
-                mean = model.get_input_embeddings().weight.detach().float().mean(0) * config.embedding_scale
+                mean = resident(model.get_input_embeddings(), "weight").detach().float().mean(0)
+                mean = mean * config.embedding_scale
                 drafter.mask_embedding.copy_(mean)
         return drafter
 
@@ -161,7 +182,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         warned = WARNED_TARGETS.setdefault(self, weakref.WeakSet())
         if model in warned:
             return
-        found = embedding_fingerprint(model.get_output_embeddings().weight)
+        found = embedding_fingerprint(resident(model.get_output_embeddings(), "weight"))
         if not same_fingerprint(self.fingerprint, found):
             warned.add(model)
             warnings.warn(

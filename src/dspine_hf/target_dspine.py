@@ -1,5 +1,7 @@
 """What a drafter needs of its target: input embeddings, output head, and the check that it is the right one."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -26,6 +28,7 @@ class TargetView:
     ):
         self._embedding = model.get_input_embeddings()
         self._head = model.get_output_embeddings()
+        self._weight, self._bias = resident(self._head, "weight"), resident(self._head, "bias")
         self._config = config
         self._transfer = transfer
         self._dtype, self._device = dtype, device
@@ -33,24 +36,26 @@ class TargetView:
     @property
     def head_weight(self) -> torch.Tensor:
         """The output embedding E [V, d]."""
-        return self._head.weight
+        return self._weight
 
     @property
     def logit_shape(self) -> tuple[float, float | None, torch.Tensor | None] | None:
         """Scale, soft-cap and bias [V] that turn E h into logits; None when logits are E h."""
-        bias = getattr(self._head, "bias", None)
-        shape = (self._config.logit_scale, self._config.logit_softcap, None if bias is None else bias.to(self._device))
+        bias = None if self._bias is None else self._bias.to(self._device)
+        shape = (self._config.logit_scale, self._config.logit_softcap, bias)
         return None if shape == (1.0, None, None) else shape
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Input embeddings of ids [..], scaled as the target scales them: [.., d]."""
-        rows = self._embedding(ids.to(self._embedding.weight.device)) * self._config.embedding_scale
+        device = self._embedding.weight.device
+        if device.type != "meta":  # an offloaded embedding moves its inputs itself
+            ids = ids.to(device)
+        rows = self._embedding(ids) * self._config.embedding_scale
         return rows.to(device=self._device, dtype=self._dtype)
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Output-embedding rows E[ids]: [..] -> [.., d], in the head's dtype, on the drafter's device."""
-        weight = self._head.weight
-        return F.embedding(ids.to(weight.device), weight).to(self._device)
+        return F.embedding(ids.to(self._weight.device), self._weight).to(self._device)
 
     def phi(self, ids: torch.Tensor) -> torch.Tensor:
         """Transfer features of tokens: [..] -> [.., r], fp32."""
@@ -58,17 +63,17 @@ class TargetView:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the whole vocabulary: [.., d] -> [.., V], fp32, on the drafter's device."""
-        weight = self._head.weight
-        raw = self._head(hidden.to(device=weight.device, dtype=weight.dtype))
+        weight, bias = self._weight, self._bias
+        hidden = hidden.to(device=weight.device, dtype=weight.dtype)
+        raw = self._head(hidden) if self._head.weight is weight else F.linear(hidden, weight, bias)
         return self._finish(raw.to(self._device).float(), None)
 
     def row_logits(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Scores of given tokens: hidden [.., m, d], ids [.., n] -> [.., m, n], fp32; the same numbers as `logits`."""
         rows = self.rows(ids)
         raw = torch.matmul(hidden.to(rows.dtype), rows.transpose(-1, -2)).float()
-        bias = getattr(self._head, "bias", None)
-        if bias is not None:
-            raw = raw + bias.to(self._device).float()[ids].unsqueeze(-2)
+        if self._bias is not None:
+            raw = raw + self._bias.to(self._device).float()[ids].unsqueeze(-2)
         return self._finish(raw, ids)
 
     def _finish(self, raw: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
@@ -102,13 +107,87 @@ def same_fingerprint(stored: torch.Tensor, found: torch.Tensor) -> bool:
     return bool(torch.corrcoef(pairs)[0, 1] > FINGERPRINT_CORRELATION)
 
 
+def resident(module: Any, name: str) -> Any:
+    """A tensor of a module in memory: of an offloaded module (accelerate) a copy, None where the module has none."""
+    tensor = getattr(module, name, None)
+    if tensor is None or tensor.device.type != "meta":
+        return tensor
+    hook = getattr(module, "_hf_hook", None)
+    stored = getattr(hook, "weights_map", None)
+    if hook is None or stored is None:
+        raise ValueError(
+            f"expected the target's {type(module).__name__} in memory or offloaded by accelerate; found the "
+            "meta device, without values. Load the target with from_pretrained."
+        )
+    return stored[name].to(hook.execution_device)
+
+
+def output_head(model: nn.Module) -> nn.Module:
+    """
+    The target's output head, once it is sure that a drafter can read its rows.
+
+    Raises:
+        ValueError: no head, a head of packed (quantised) weights, or a target whose layers pass on several streams.
+    """
+    name, head = type(model).__name__, model.get_output_embeddings()  # type: ignore[operator]
+    if head is None:
+        raise ValueError(f"{name} has no output embedding; a DSpine drafter needs a causal LM as target.")
+    streams = getattr(model.config.get_text_config(decoder=True), "altup_num_inputs", None) or 1
+    if streams > 1:
+        raise ValueError(
+            f"expected a target whose layers pass on one hidden state per token; {name} passes on {streams} "
+            "(altup_num_inputs), which a DSpine drafter cannot read. Generate without `assistant_model`."
+        )
+    weight = getattr(head, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+        found = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else "no plain weight"
+        raise ValueError(
+            f"expected {name}'s output head with a floating-point weight [vocabulary, width]; found a quantised "
+            f"{type(head).__name__} ({found}). A drafter reads the head's rows: load the target with 'lm_head' among "
+            "the modules that its quantisation config leaves alone (llm_int8_skip_modules, modules_to_not_convert)."
+        )
+    return head
+
+
+def slots_within_positions(text: Any, anchor: int) -> int | None:
+    """
+    How many tokens may be drafted behind position `anchor`, so that the pass that verifies them treats every row as
+    passes of one token would. None: any number.
+
+    Learned positions end somewhere; "dynamic" and "longrope" rotary embeddings rotate a whole pass by its last row.
+
+    Args:
+        text: the config of the target's text part.
+    """
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    if not rope:
+        return None if limit is None else max(0, limit - 1 - anchor)
+    parts = [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]
+    rooms = []
+    for part in parts:
+        kind, first = part.get("rope_type"), part.get("original_max_position_embeddings") or limit
+        if kind in ("dynamic", "longrope") and first is not None and not (kind == "longrope" and anchor >= first):
+            rooms.append(max(0, first - 1 - anchor))
+    return min(rooms, default=None)
+
+
+def refuse_unknown_tokens(target: Any, input_ids: torch.Tensor) -> None:
+    """Raise ValueError for ids [1, length] that the target has no embedding for; a GPU would say so far too late."""
+    if target.config.get_text_config(decoder=True) is not target.config or not input_ids.numel():
+        return  # a multimodal target may replace ids that mark images
+    rows = target.get_input_embeddings().weight.shape[0]
+    for found in (int(input_ids.max()), int(input_ids.min())):
+        if not 0 <= found < rows:
+            raise ValueError(
+                f"expected token ids in 0..{rows - 1}, the target's embeddings; found {found} in the prompt. Use the "
+                "tokenizer that belongs to the target, or resize the target's embeddings."
+            )
+
+
 def refuse_wrong_shapes(config: DSpineConfig, model: nn.Module) -> None:
     """Raise ValueError, naming the cure, unless `model` has the shapes this drafter was made for."""
-    head, text = model.get_output_embeddings(), model.config.get_text_config(decoder=True)
-    if head is None or getattr(head, "weight", None) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no output embedding; a DSpine drafter needs a causal LM as target."
-        )
+    head, text = output_head(model), model.config.get_text_config(decoder=True)
     vocab, width = head.weight.shape
     layers = text.num_hidden_layers
     wanted = (config.hidden_size, config.vocab_size, config.num_target_layers)
