@@ -27,6 +27,7 @@ RUNS = {
     "load_from_hub": [],
     "load_from_hub without a patch": ["--patch-free"],
     "push": ["published", "someone/my-drafter"],
+    "check_exactness": ["--target", "target", "--drafter", "published", "--prompts", "turns.jsonl"],
 }
 DRIVER = """
 import contextlib, io, json, runpy, sys, traceback
@@ -59,6 +60,7 @@ def home(server, tmp_path_factory):
     published = tiny_published(home / "published")
     server.add_folder(DRAFTER, published)
     write_jsonl(home / "prompts.jsonl", [{"prompt": "w1 w2"}, {"prompt": "w5"}, {"prompt": "w9 w7 w3"}])
+    write_jsonl(home / "turns.jsonl", [{"turns": ["w1 w2"]}, {"turns": ["w9 w7 w3"]}])
     return home
 
 
@@ -93,6 +95,7 @@ EXPECTED = {
     "load_from_hub": ["tokens per pass of the target"],
     "load_from_hub without a patch": ["tokens per pass of the target"],
     "push": ["Sending to ", "model.safetensors", "Done: "],
+    "check_exactness": ["2 prompts, 0 differ"],
 }
 
 
