@@ -1,9 +1,9 @@
-# make demo, make test, make quality: each sets up what it needs first. A second call goes straight to work.
+# make demo, make test, make fuzz, make quality: each sets up what it needs first. A second call goes straight to work.
 #
 #   PYTHON=...         the interpreter that the virtual environment is made with (default: python3)
 #   TRANSFORMERS=...   an exact transformers version, in an environment of its own (default: the newest supported)
 #   WORKERS=...        how many tests run at once, each on one thread (default: 2)
-#   ARGS=...           passed on to pytest or to dspine demo: make test ARGS="tests/test_cli.py -x"
+#   ARGS=...           passed on to pytest, dspine demo or the fuzzer: make test ARGS="tests/test_cli.py -x"
 
 PYTHON ?= python3
 TRANSFORMERS ?=
@@ -16,13 +16,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test quality format setup clean
+.PHONY: demo test fuzz quality format setup clean
 
 demo: setup
 	$(BIN)/dspine demo $(ARGS)
 
 test: setup
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
+
+fuzz: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/fuzz.py $(ARGS)
 
 quality: setup
 	$(BIN)/ruff check .

@@ -129,6 +129,11 @@ class TargetInCall:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the ids are: an offloaded target says "meta"."""
+        return self._call.device
+
     def __call__(self, **inputs: Any) -> Any:
         return self._call.note_outputs(self._target(**inputs))
 
@@ -188,7 +193,7 @@ class DraftedCall:
         self.target_cache = find_cache(model_kwargs)
         check_cache(self.target_cache)
         self.drafter, self.target = drafter, target
-        self.prompt_length = input_ids.shape[1]
+        self.prompt_length, self.device = input_ids.shape[1], input_ids.device
         config = getattr(drafter, "generation_config", None)
         self.num_assistant_tokens = getattr(config, "num_assistant_tokens", None)
         past_length = int(self.target_cache.get_seq_length())

@@ -139,7 +139,8 @@ def output_head(model: nn.Module) -> nn.Module:
             "(altup_num_inputs), which a DSpine drafter cannot read. Generate without `assistant_model`."
         )
     weight = getattr(head, "weight", None)
-    if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or not weight.is_floating_point():
+    plain = isinstance(weight, torch.Tensor) and weight.dim() == 2 and weight.is_floating_point()
+    if not plain or type(weight).__module__.startswith("torchao"):
         found = f"{weight.dtype} {list(weight.shape)}" if isinstance(weight, torch.Tensor) else "no plain weight"
         raise ValueError(
             f"expected {name}'s output head with a floating-point weight [vocabulary, width]; found a quantised "
