@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
 import torch
@@ -219,3 +220,20 @@ def test_command_line_answers_from_a_gguf_file_with_json_alone_on_stdout(fresh_d
     inputs = common.encode(tokenizer, "What is the capital of France?", model.device)
     plain = model.generate(**inputs, do_sample=False, max_new_tokens=16)[0, inputs["input_ids"].shape[1] :]
     assert json.loads(done.stdout)["token_ids"] == plain.tolist()
+
+
+def test_the_warning_about_another_target_is_shown(folders, tmp_path, monkeypatch, capsys):
+    target, _ = folders
+    model = tiny_chat_target()
+    torch.manual_seed(9)
+    torch.nn.init.normal_(model.get_output_embeddings().weight)
+    tiny_drafter(model).save_pretrained(tmp_path / "stranger")
+    monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
+    common.load_pair(target, str(tmp_path / "stranger"), torch.float32)
+    assert "trained for another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("device", ["nonsense", "meta", "xpu:99"])
+def test_a_device_that_cannot_be_used_is_refused_before_anything_is_loaded(device):
+    with pytest.raises(ValueError, match=rf"--device.*found '{device}'"):
+        common.load_pair("./nowhere", "./nowhere", torch.float32, device)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -69,7 +70,7 @@ def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, devic
     """Load a target and its drafter; None stands for the embedded target and for the drafter trained for it.
 
     Raises:
-        ValueError: a target was named without a drafter.
+        ValueError: a target was named without a drafter, or the device cannot be used.
         FileNotFoundError, ImportError: something is not there; the message names the cure.
     """
     if drafter is None:
@@ -79,11 +80,26 @@ def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, devic
                 f"name, or train one with 'dspine train --target {target}'."
             )
         drafter = str(embedded_drafter_folder())
+    place = usable_device(device)
     local = Path(drafter).exists() and (target is None or Path(target).exists())
     with _without_progress_bars() if local else contextlib.nullcontext():
         model, tokenizer = load_embedded_target(dtype) if target is None else load_target(target, dtype)
-        model = model.to(torch.device(device))
+        model = model.to(place)
         return Pair(model, tokenizer, load_drafter(drafter, model), target or TARGET_NAME, Path(drafter).name)
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of this name, once it holds a tensor. Raises ValueError if it cannot."""
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(
+            f"expected --device with a device that this PyTorch can use; found '{name}' ({reason}). Leave it out to "
+            "run on the CPU."
+        ) from error
+    return device
 
 
 def encode(tokenizer: Any, prompt: str, device: torch.device, chat: bool = True) -> dict[str, torch.Tensor]:
@@ -125,6 +141,11 @@ def answer(
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Hide the bars that loading draws on stderr; log messages still come through."""
-    with contextlib.redirect_stderr(io.StringIO()):
-        yield
+    """Hide the bars that loading draws on stderr; log messages still come through, and warnings once it is done."""
+    caught: list[warnings.WarningMessage] = []
+    try:
+        with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for warning in caught:
+            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
