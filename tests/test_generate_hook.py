@@ -251,3 +251,15 @@ def test_target_and_drafter_may_have_different_dtypes(dtypes, do_sample):
     output = target.generate(prompt(), max_new_tokens=20, do_sample=do_sample, assistant_model=drafter)
     assert output.shape == (1, 27)
     assert do_sample or drafter.generation_stats.accepted > 0
+
+
+def test_a_compiled_wrapper_is_refused_with_the_cure_and_compiling_in_place_works():
+    target = small_target(seed=7)
+    plain = target.generate(prompt(), max_new_tokens=12, do_sample=False)
+    drafter = oracle_for(target, plain[0])
+    with pytest.raises(ValueError, match=r"drafter\.compile\(\)"):
+        target.generate(prompt(), assistant_model=torch.compile(drafter, backend="eager"), max_new_tokens=12)
+    drafter.compile(backend="eager")
+    drafted = target.generate(prompt(), assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    assert torch.equal(plain, drafted)
+    assert drafter.generation_stats.accepted > 0

@@ -45,11 +45,21 @@ STATIC_CACHE_CAN_BE_CROPPED = hasattr(StaticLayer, "crop")
 _UNCROPPABLE_LAYER_TYPES = ("linear", "mamba", "recurrent", "conv", "ssm", "rwkv", "hybrid")
 
 
+def _refuse_compiled(assistant: Any) -> None:
+    """`torch.compile(drafter)` is a module around the drafter, which hides what makes it one."""
+    if hasattr(type(getattr(assistant, "_orig_mod", None)), "dspine_validate"):
+        raise ValueError(
+            "expected assistant_model=<DSpine drafter>; found torch.compile(drafter), a module around it. Compile the "
+            "drafter in place with drafter.compile(), and pass the drafter itself."
+        )
+
+
 def _wrap_validate_generation_mode(original: Callable) -> Callable:
     @functools.wraps(original)
     def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
         assistant = generation_mode_kwargs.get("assistant_model")
         if not hasattr(type(assistant), "dspine_validate"):
+            _refuse_compiled(assistant)
             return original(self, generation_mode, generation_config, generation_mode_kwargs)
         assistant.dspine_validate(self, generation_mode, generation_config, generation_mode_kwargs)
         rest = {k: v for k, v in generation_mode_kwargs.items() if k not in ("assistant_model", "assistant_tokenizer")}
