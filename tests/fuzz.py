@@ -191,14 +191,17 @@ def check(case: dict) -> None:
             drafted_options["top_k"] = 1
         if caches:
             plain_options["past_key_values"], drafted_options["past_key_values"] = caches
-        plain, _ = attempt(target, ids, plain_options)
+        try:
+            plain, _ = attempt(target, ids, plain_options)
+        except ValueError:
+            return None  # contradictory arguments, refused without a drafter too
         drafted, passes = attempt(target, ids, drafted_options)
         if case["sample"] == "free":
             return check_free(drafted, ids, case, ends)
         assert (plain is None) == (drafted is None), "an interruption came in one of the two only"
         if plain is None:
             return None
-        compare(plain, drafted, ids.shape[1], drafter.generation_stats, passes)
+        compare(plain, drafted, ids.shape[1], drafter.generation_stats, passes, scores=case["sample"] == "no")
         if turn == 0 and case["second_turn"]:
             ids = torch.cat([plain.sequences, prompt(case["second_turn"], 7)], dim=1)
     return None
@@ -213,10 +216,10 @@ def check_free(drafted, ids, case, ends) -> None:
     assert not any(token in ends for token in new[:-1]), "text goes on behind its end"
 
 
-def compare(plain, drafted, prompt_length: int, stats, passes: int) -> None:
+def compare(plain, drafted, prompt_length: int, stats, passes: int, scores: bool) -> None:
     assert plain.sequences.tolist() == drafted.sequences.tolist(), "another text"
     assert len(plain.scores) == len(drafted.scores), "another number of scores"
-    for one, other in zip(plain.scores, drafted.scores, strict=True):
+    for one, other in zip(plain.scores, drafted.scores, strict=True) if scores else ():
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
     new_tokens = plain.sequences.shape[1] - prompt_length
     assert stats.new_tokens == new_tokens, f"stats count {stats.new_tokens} tokens of {new_tokens}"
