@@ -55,7 +55,7 @@ class DSpineConfig(PreTrainedConfig):
         context_window: the drafter attends to at most this many of the latest context rows; None: to all.
         logit_scale, logit_softcap: applied to the drafter's scores as the target applies them to its own logits.
         embedding_scale: factor that the target applies to its input embeddings outside of the embedding module.
-        use_fused_kernels: run the Triton kernels where they are available.
+        use_fused_kernels: ask for fused kernels; there are none yet, so the eager operations run, with a warning.
 
     ("none", "independent") is DFlash: its checkpoints load into it.
     """

@@ -182,7 +182,7 @@ class DraftedCall:
         if input_ids.shape[0] != 1:
             raise ValueError(
                 f"expected one prompt, found a batch of {input_ids.shape[0]}: generate() drafts for batch size 1. "
-                "Loop over the prompts, or use dspine_hf's batched decoding."
+                "Loop over the prompts."
             )
         if not input_ids.shape[1] and model_kwargs.get("inputs_embeds") is None:
             raise ValueError(

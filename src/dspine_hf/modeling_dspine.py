@@ -135,6 +135,10 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
 
     def __init__(self, config: DSpineConfig):
         super().__init__(config)
+        if config.use_fused_kernels:
+            warnings.warn(
+                "use_fused_kernels=True: there are no fused kernels yet, the eager operations run.", stacklevel=2
+            )
         d = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids or ()) * d, d, bias=False)
         self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)

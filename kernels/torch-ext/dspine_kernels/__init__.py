@@ -1,1 +1,1 @@
-"""Fused kernels for DSpine. Every op here has its defining eager version in `ops_dspine.py`."""
+"""The place of DSpine's fused kernels; none is written yet. `ops_dspine.py` holds the eager operations."""
