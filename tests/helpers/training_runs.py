@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -73,8 +74,9 @@ def trained_pair():
     texts = [response.tokens for response in respond(target, prompts, 40)]
     rows = [{"tokens": p + t, "prompt_length": len(p)} for p, t in zip(prompts, texts, strict=True)][:8]
     options = {"max_steps": 120, "learning_rate": 5e-3, "anchors_per_sequence": 12, "logging_steps": 40}
-    trainer = trainer_for("unused", target, rows=rows, per_device_train_batch_size=8, save_strategy="no", **options)
-    trainer.train()
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(folder, target, rows=rows, per_device_train_batch_size=8, save_strategy="no", **options)
+        trainer.train()
     return target, trainer.drafter.eval().requires_grad_(False), prompts, texts
 
 
