@@ -18,7 +18,8 @@ import numpy as np
 import torch
 
 from dspine_hf.configuration_dspine import spread_layer_ids
-from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant, write_json
+from dspine_hf.journal import write_atomically
+from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant
 from dspine_hf.loading import load_target
 
 
@@ -76,7 +77,7 @@ def main() -> None:
         variant = Variant(**fields)
         drafter, record = train_variant(variant, model, store, counts)
         record["offline"] = evaluate_offline(drafter, model, held_out, names)
-        write_json(out / f"{variant.name}.json", record)
+        write_atomically(out / f"{variant.name}.json", json.dumps(record, indent=1))
         summary = {k: v for k, v in record["offline"].items() if k != "benchmarks"}
         print(f"== {variant.name}: {json.dumps(summary)} {record['steps_per_second']} steps/s", flush=True)
         if variant.name in args.save:

@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -280,10 +279,3 @@ def _slot_rates(walks: list[Walk]) -> list[float]:
     trials = np.sum([w.trials for w in walks], axis=0)
     hits = np.sum([w.hits for w in walks], axis=0)
     return [round(float(h / max(1, t)), 4) for h, t in zip(hits, trials, strict=True)]
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write JSON so that the file is either the old or the new one."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(value, indent=1))
-    temporary.replace(path)
