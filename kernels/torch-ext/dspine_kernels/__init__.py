@@ -1,1 +1,14 @@
-"""The place of DSpine's fused kernels; none is written yet. `ops_dspine.py` holds the eager operations."""
+"""DSpine's fused operations in Triton: of the names and arguments of the eager ones in `ops_dspine.py`.
+
+The package imports without triton and without a GPU; `available(device)` and `why_not(device)` say what can run.
+"""
+
+from ._runtime import MISSING, available, why_not
+
+__all__ = ["available", "why_not"]
+
+if not MISSING:
+    from .injection import gated_injection
+    from .topk import topk
+
+    __all__ += ["gated_injection", "topk"]

@@ -1,0 +1,11 @@
+"""The namespace of the package's torch operations. A Hub build writes its own, so that two builds can live together."""
+
+import torch
+
+NAMESPACE = "dspine"
+ops = getattr(torch.ops, NAMESPACE)
+
+
+def add_op_namespace_prefix(op_name: str) -> str:
+    """The full name of an operation of this build, as `torch.library` takes it."""
+    return f"{NAMESPACE}::{op_name}"

@@ -1,0 +1,56 @@
+"""Whether and where the kernels can run, and the small sums that every launch needs."""
+
+import os
+
+import torch
+
+try:
+    import triton
+except Exception as error:  # a triton that does not fit the machine fails in many ways
+    triton = None
+    MISSING = f"triton cannot be imported ({type(error).__name__}: {error})"
+else:
+    MISSING = ""
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton itself decides, when it decorates a kernel
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def available(device: torch.device | str | None = None) -> bool:
+    """Whether the kernels can run on tensors of `device`; None: whether they can run at all."""
+    return not why_not(device)
+
+
+def why_not(device: torch.device | str | None = None) -> str:
+    """The reason why the kernels cannot run on tensors of `device`, as half a sentence; empty when they can."""
+    if MISSING:
+        return MISSING
+    if device is None:
+        return ""
+    kind = torch.device(device).type
+    if kind == "cpu" and not INTERPRETED:
+        return "the tensors are on the CPU"
+    return "" if kind in ("cuda", "xpu", "cpu") else f"the kernels are not made for {kind} tensors"
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n (n >= 1)."""
+    return 1 << (n - 1).bit_length()
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """What `tl.dot` is told of its inputs: fp32 products are exact, never rounded to tf32."""
+    return "ieee" if dtype is torch.float32 else "tf32"
+
+
+def refuse_unlike(**tensors: torch.Tensor) -> None:
+    """Raise ValueError unless all tensors have one dtype that the kernels know, and one device."""
+    first_name, first = next(iter(tensors.items()))
+    if first.dtype not in DTYPES:
+        raise ValueError(f"expected {first_name} in float32, bfloat16 or float16; found {first.dtype}. Cast it.")
+    for name, tensor in tensors.items():
+        if tensor.dtype != first.dtype or tensor.device != first.device:
+            raise ValueError(
+                f"expected {name} like {first_name}, {first.dtype} on {first.device}; found {tensor.dtype} on "
+                f"{tensor.device}. Cast or move it."
+            )

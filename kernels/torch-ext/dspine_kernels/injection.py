@@ -1,0 +1,188 @@
+"""The gated adjacent injection in three launches: project every slot, gate its message, write it.
+
+With n the injection's own norm, m a slot and m - 1 its predecessor in the block (DESIGN.md section 1):
+
+    project   x_m = [P; A] (w * h_m)    split over columns and over d; the norm's scale per slot is applied afterwards
+    gate      z_m = rms(P n), s_m = z_{m-1} or phi(anchor), g_m = sigmoid(A n + B s_m + b) * s_m
+    write     h_m + U g_m
+
+Written slots are counted through all blocks, m = block * (B - 1) + slot - 1. All sums are fp32.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from ._ops import add_op_namespace_prefix, ops
+from ._runtime import dot_precision, next_power_of_2, refuse_unlike
+
+MAX_RANK = 512
+PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
+
+
+@triton.jit
+def _project_kernel(
+    h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, M, d, r, split_d,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    split = tl.program_id(2)
+    h_row = h_ptr + (m // SLOTS * (SLOTS + 1) + m % SLOTS + 1).to(tl.int64)[:, None] * d
+    rows = tl.where((n < r)[:, None], P_ptr + n[:, None] * d, A_ptr + (n - r)[:, None] * d)  # [BLOCK_N, 1]
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(split * split_d, tl.minimum(split * split_d + split_d, d), BLOCK_D):
+        k = start + tl.arange(0, BLOCK_D)
+        h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
+        weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
+        w = tl.load(w_ptr + k, mask=k < d, other=0.0)
+        weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
+        acc = tl.dot(h, tl.trans(weight), acc, input_precision=PRECISION)
+        squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
+    part = split.to(tl.int64) * M
+    tl.store(x_ptr + (part + m)[:, None] * (2 * r) + n[None, :], acc, mask=(m < M)[:, None] & (n < 2 * r)[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(squares_ptr + part + m, squares, mask=m < M)
+
+
+@triton.jit
+def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.constexpr):
+    """Columns of [P; A] n for the slots m: [m, column], fp32, zero where not valid [m, 1]."""
+    x = tl.zeros([m.shape[0], column.shape[0]], tl.float32)
+    squares = tl.zeros([m.shape[0], 1], tl.float32)
+    row = m.to(tl.int64)[:, None]
+    mask = valid & (column < 2 * r)[None, :]
+    for split in tl.static_range(SPLITS):
+        squares += tl.load(squares_ptr + split * M + row, mask=valid, other=0.0)
+        x += tl.load(x_ptr + (split * M + row) * (2 * r) + column[None, :], mask=mask, other=0.0)
+    return x * tl.rsqrt(squares / d + eps)
+
+
+@triton.jit
+def _gate_kernel(
+    x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, M, d, r, eps, SLOTS: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """z [M, r] fp32 and g [M, r]. Slot m needs z of m - 1, so the last program along m also sees m = M."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    k = tl.arange(0, RANK)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    first = (m % SLOTS == 0)[:, None]  # slot 1, whose message is phi(anchor)
+    block = (m // SLOTS).to(tl.int64)[:, None] * r
+    known = ((m > 0) & (m <= M))[:, None]  # m - 1 is a slot
+    here = (m < M)[:, None]
+    inside, inside_n = (k < r)[None, :], (n < r)[None, :]
+
+    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
+    scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
+    z = P_n * scale  # z of m - 1
+    if tl.program_id(1) == 0:
+        tl.store(z_ptr + (m - 1).to(tl.int64)[:, None] * r + k[None, :], z, mask=known & inside)
+    anchor = tl.load(anchor_ptr + block + k[None, :], mask=here & first & inside, other=0.0).to(tl.float32)
+    s = tl.where(first, anchor, z).to(g_ptr.dtype.element_ty)
+
+    B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & inside, other=0.0)
+    b = tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)
+    A_n = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)
+    logit = tl.dot(s, tl.trans(B), A_n + b[None, :], input_precision=PRECISION)
+
+    z_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
+    anchor_n = tl.load(anchor_ptr + block + n[None, :], mask=here & first & inside_n, other=0.0).to(tl.float32)
+    g = tl.where(first, anchor_n, z_n) * tl.sigmoid(logit)
+    tl.store(g_ptr + m.to(tl.int64)[:, None] * r + n[None, :], g.to(g_ptr.dtype.element_ty), mask=here & inside_n)
+
+
+@triton.jit
+def _write_kernel(
+    h_ptr, g_ptr, U_ptr, out_ptr, rows, d, r, SLOTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """out = h + U g for every slot of every block; slot 0 gets no message."""
+    row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # block * B + slot
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, RANK)
+    slot = row % (SLOTS + 1)
+    m = row // (SLOTS + 1) * SLOTS + slot - 1
+    inside = (k < r)[None, :]
+    g_at = g_ptr + m.to(tl.int64)[:, None] * r + k[None, :]
+    g = tl.load(g_at, mask=((row < rows) & (slot > 0))[:, None] & inside, other=0.0)
+    U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & inside, other=0.0)
+    at = row.to(tl.int64)[:, None] * d + n[None, :]
+    mask = (row < rows)[:, None] & (n < d)[None, :]
+    h = tl.load(h_ptr + at, mask=mask, other=0.0)
+    new = tl.dot(g, tl.trans(U), h.to(tl.float32), input_precision=PRECISION)
+    tl.store(out_ptr + at, new.to(h.dtype), mask=mask)
+
+
+def _tile(n: int, most: int) -> int:
+    """A tile length for n rows: a power of two from 16, which matrix units need, to `most`."""
+    return max(16, min(most, next_power_of_2(n)))
+
+
+@torch.library.custom_op(add_op_namespace_prefix("gated_injection"), mutates_args=())
+def _gated_injection(
+    h: torch.Tensor, anchor: torch.Tensor, w: torch.Tensor, P: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+    b: torch.Tensor, U: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    blocks, slots, d = h.shape
+    r, M = P.shape[0], blocks * (slots - 1)
+    fp32 = {"dtype": torch.float32, "device": h.device}
+    out, z, g = torch.empty_like(h), torch.empty(blocks, slots - 1, r, **fp32), h.new_empty(M, r)
+    if not M:
+        return out.copy_(h), z
+    precision, RANK = dot_precision(h.dtype), max(16, next_power_of_2(r))
+    BLOCK_M, BLOCK_N, BLOCK_D = _tile(M, 64), 32 if r >= 64 else 16, _tile(d, 128)
+    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(2 * r, BLOCK_N)
+    splits = min(max(1, PROGRAMS // tiles), triton.cdiv(d, 4 * BLOCK_D), 8)
+    split_d = triton.cdiv(triton.cdiv(d, splits), BLOCK_D) * BLOCK_D
+    splits = triton.cdiv(d, split_d)
+    x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
+    _project_kernel[(triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N), splits)](
+        h, w, P, A, x, squares, M, d, r, split_d, slots - 1, BLOCK_M, BLOCK_N, BLOCK_D, precision, num_warps=4
+    )
+    BLOCK_M, BLOCK_N = _tile(M + 1, 32), 32 if r >= 64 else 16
+    _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
+        x, squares, anchor, B, b, z, g, M, d, r, eps, slots - 1, splits, BLOCK_M, BLOCK_N, RANK, precision,
+        num_warps=8,
+    )  # fmt: skip
+    BLOCK_M, BLOCK_N = _tile(blocks * slots, 64), 32
+    _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
+        h, g, U, out, blocks * slots, d, r, slots - 1, BLOCK_M, BLOCK_N, RANK, precision, num_warps=4
+    )
+    return out, z
+
+
+@_gated_injection.register_fake
+def _(h, anchor, w, P, A, B, b, U, eps):
+    z = h.new_empty(h.shape[0], h.shape[1] - 1, P.shape[0], dtype=torch.float32)
+    return torch.empty_like(h), z
+
+
+def gated_injection(
+    h: torch.Tensor, anchor: torch.Tensor, w: torch.Tensor, P: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+    b: torch.Tensor, U: torch.Tensor, eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Write each slot's predicted feature into its successor, the anchor's feature into slot 1.
+
+    Args:
+        h: [.., B, d], B >= 2 slots.
+        anchor: phi(anchor) [.., r], any float dtype.
+        w: weight of the injection's RMSNorm [d]. P, A: [r, d]. B: [r, r]. b: [r]. U: [d, r]; all of h's dtype.
+        eps: of the RMSNorm and of the features' `rms`.
+
+    Returns:
+        The new h [.., B, d], and the features z [.., B - 1, r] fp32 of slots 1..B-1.
+
+    Raises:
+        ValueError: dtypes or devices differ, or r is above 512.
+    """
+    refuse_unlike(h=h, w=w, P=P, A=A, B=B, b=b, U=U)
+    if P.shape[0] > MAX_RANK:
+        raise ValueError(f"expected a transfer rank of at most {MAX_RANK}; found {P.shape[0]}. Use the eager operation.")
+    flat = h.reshape(-1, *h.shape[-2:]).contiguous()
+    anchor = anchor.reshape(-1, anchor.shape[-1]).contiguous()
+    weights = (t.contiguous() for t in (w, P, A, B, b, U))
+    out, z = ops.gated_injection(flat, anchor, *weights, eps)
+    return out.view(h.shape), z.view(*h.shape[:-2], *z.shape[-2:])
