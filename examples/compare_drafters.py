@@ -1,11 +1,12 @@
-"""Train drafters side by side at equal steps and data, and measure each one's exact acceptance length at T = 0.
+"""Train drafters side by side at equal steps and data, and measure each one's exact acceptance length.
 
     python examples/compare_drafters.py --target SmolLM2.gguf --train 'data/train-*.npz' \
-        --greedy data/eval-greedy.jsonl --variants variants.json --out results/
+        --continuations data/eval.jsonl --variants variants.json --out results/
 
-`--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`. `--greedy`: JSONL
-with `benchmark`, `prompt_ids` and `greedy_ids`, the target's own greedy continuations. `variants.json`: a list of
-`dspine_hf.lab.Variant` fields. One JSON per variant is written, and its weights with `--save NAME`.
+`--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`.
+`--continuations`: JSONL with `benchmark`, `prompt_ids`, and the target's own `greedy_ids` and (if T = 1 is to be
+measured) `sampled_ids`. `variants.json`: a list of `dspine_hf.lab.Variant` fields. One JSON per variant is written,
+and its weights with `--save NAME`.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 
 from dspine_hf.configuration_dspine import spread_layer_ids
+from dspine_hf.evaluation import summarise
 from dspine_hf.journal import write_atomically
 from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant
 from dspine_hf.loading import load_target
@@ -35,22 +37,23 @@ def read_sequences(pattern: str, limit: int | None):
     return sequences[:limit]
 
 
-def read_greedy(path: str, per_set: int | None):
-    """Sequences of prompt + greedy continuation, and the benchmark of each."""
+def read_continuations(path: str, field: str, per_set: int | None):
+    """Sequences of prompt + continuation, and the benchmark of each."""
     sequences, names, seen = [], [], {}
     for line in open(path):
         row = json.loads(line)
         seen[row["benchmark"]] = seen.get(row["benchmark"], 0) + 1
-        if (per_set is None or seen[row["benchmark"]] <= per_set) and len(row["greedy_ids"]) > 1:
-            sequences.append((np.array(row["prompt_ids"] + row["greedy_ids"]), len(row["prompt_ids"])))
+        if (per_set is None or seen[row["benchmark"]] <= per_set) and len(row.get(field, ())) > 1:
+            sequences.append((np.array(row["prompt_ids"] + row[field]), len(row["prompt_ids"])))
             names.append(row["benchmark"])
     return sequences, names
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name in ("target", "train", "greedy", "variants", "out"):
+    for name in ("target", "train", "continuations", "variants", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--max-length", type=int, default=448, help="cut training sequences to this many tokens")
     parser.add_argument("--limit", type=int, help="use only this many training sequences")
     parser.add_argument("--per-set", type=int, help="use only this many prompts of each benchmark")
     parser.add_argument("--save", nargs="*", default=[], help="variants whose weights are written (bf16)")
@@ -59,13 +62,16 @@ def main() -> None:
     started, out = time.perf_counter(), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)[0].to(device)
-    model.requires_grad_(False)
+    model, tokenizer = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+    model.to(device).requires_grad_(False)
     layers = spread_layer_ids(model.config.num_hidden_layers, 5)
-    store = FeatureStore(model, layers, read_sequences(args.train, args.limit))
+    store = FeatureStore(model, layers, read_sequences(args.train, args.limit), args.max_length)
     counts = store.token_counts(model.config.vocab_size) + 0.1
-    greedy, names = read_greedy(args.greedy, args.per_set)
-    held_out = FeatureStore(model, layers, greedy, max_length=1024)
+    held_out = {}
+    for temperature, field in (("0", "greedy_ids"), ("1", "sampled_ids")):
+        texts, names = read_continuations(args.continuations, field, args.per_set)
+        if texts:
+            held_out[temperature] = FeatureStore(model, layers, texts, max_length=1024), names
     print(
         f"{len(store)} sequences, {store.tokens.shape[0]} tokens, ready after {time.perf_counter() - started:.0f} s",
         flush=True,
@@ -76,9 +82,12 @@ def main() -> None:
             continue
         variant = Variant(**fields)
         drafter, record = train_variant(variant, model, store, counts)
-        record["offline"] = evaluate_offline(drafter, model, held_out, names)
-        write_atomically(out / f"{variant.name}.json", json.dumps(record, indent=1))
-        summary = {k: v for k, v in record["offline"].items() if k != "benchmarks"}
+        record |= {"offline": {}, "rows": {}}
+        for temperature, (texts, names) in held_out.items():
+            rows = evaluate_offline(drafter, model, texts, names, temperature == "1", tokenizer.eos_token_id)
+            record["rows"][temperature], record["offline"][temperature] = rows, summarise(rows)
+        write_atomically(out / f"{variant.name}.json", json.dumps(record))
+        summary = {t: {k: v for k, v in o.items() if k != "benchmarks"} for t, o in record["offline"].items()}
         print(f"== {variant.name}: {json.dumps(summary)} {record['steps_per_second']} steps/s", flush=True)
         if variant.name in args.save:
             drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")

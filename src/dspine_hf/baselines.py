@@ -15,6 +15,7 @@ from .losses import LossWeights, token_loss
 from .modeling_dspine import DraftBlock, DSpineDraftModel
 from .objective import SequenceBatch, block_states, row_weights, slot_accuracy, teacher_rows
 from .offline import best_chain
+from .offline_sampled import candidate_log_q, true_window
 from .target_dspine import TargetView
 from .transfer_dspine import TransitionCache
 
@@ -119,6 +120,21 @@ class PairDrafter(DSpineDraftModel):
         return best_chain(candidates, cache)
 
     @torch.no_grad()
+    def draft_log_q(
+        self, view: TargetView, features: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """As [`offline_sampled.draft_log_q`], over the candidates [blocks, B-1]."""
+        window = true_window(tokens, anchors, self.config.block_size)
+        out = run_blocks(self, view, features, anchors[None], window[None, :, 0])
+        return self.true_log_q(view, self.norm(out.hidden[0, :, 1:]), window)
+
+    def true_log_q(self, view: TargetView, hidden: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
+        """log q of the true tokens window[:, 1:] given those before them: hidden [n, slots, d] -> [n, slots]."""
+        unary, candidates = view.logits(hidden).topk(self.config.num_candidates, dim=-1)
+        gain = self.pair(hidden, window[:, :-1].unsqueeze(-1), candidates).squeeze(-2)
+        return candidate_log_q(unary + gain, candidates, window[:, 1:])
+
+    @torch.no_grad()
     def draft_block(
         self, view: TargetView, cache: Any, anchor_ids: torch.Tensor, *args: Any, **options: Any
     ) -> DraftBlock:
@@ -152,6 +168,11 @@ class DSparkDrafter(PairDrafter):
             chosen.append(row.topk(self.config.num_candidates, dim=-1).indices)
             previous = chosen[-1][:, 0]
         return torch.stack(chosen, dim=1)
+
+    def true_log_q(self, view, hidden, window):
+        """Over the whole vocabulary: it samples each slot from its full row."""
+        rows = view.logits(hidden) + self.pair.row(hidden, window[:, :-1])
+        return rows.log_softmax(-1).gather(-1, window[:, 1:].unsqueeze(-1)).squeeze(-1)
 
     def training_loss(
         self,

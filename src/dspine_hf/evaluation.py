@@ -10,7 +10,7 @@ import torch
 from .bootstrap import interval
 from .features import TargetReader
 from .objective import block_states
-from .offline import loop_tail_start, offline_drafts, walk_rounds
+from .offline import greedy_record, loop_tail_start, offline_drafts
 from .responses import end_ids
 from .seeds import hash_seed
 
@@ -110,20 +110,8 @@ class Evaluator:
         """The figures of [`Evaluator.loop`] at T = 0, times aside, from one pass over the target's greedy text."""
         tokens, features, view = self._read(prompt, continuation)
         drafts = offline_drafts(self.drafter, view, features, tokens, len(prompt))
-        new = tokens[len(prompt) :]
-        walk = walk_rounds(drafts, new, stopped=bool(continuation) and continuation[-1] in end_ids(self.target))
-        tail = loop_tail_start(continuation)
-        clean = walk if tail is None else walk_rounds(drafts, new[: max(1, tail)])
-        record = {
-            "prompt_tokens": len(prompt),
-            "new_tokens": walk.new_tokens,
-            "rounds": walk.rounds,
-            "trials": walk.trials,
-            "hits": walk.hits,
-            "loop_start": tail,
-            "clean_tokens": clean.new_tokens,
-            "clean_rounds": clean.rounds,
-        }
+        stopped = bool(continuation) and continuation[-1] in end_ids(self.target)
+        record = {"prompt_tokens": len(prompt), **greedy_record(drafts, continuation, stopped)}
         if self.teacher_forced:
             record |= self.forced(prompt, continuation, (tokens, features, view))
         return record

@@ -15,7 +15,8 @@ from .losses import LossWeights
 from .modeling_dspine import DSpineDraftModel
 from .muon import MuonAdamW
 from .objective import SequenceBatch, block_states, training_loss
-from .offline import Walk, loop_tail_start, offline_walk
+from .offline import greedy_record, offline_drafts
+from .offline_sampled import expected_record, sampled_walk
 
 
 @dataclass
@@ -24,6 +25,7 @@ class Variant:
 
     kind: "dspine" or a name in `baselines.BASELINES`. space: "uniform" or "frequency" weighting of the transfer space.
     forcing: teacher-forcing probability at the start, falling to 0 over the first `forcing_until` of the steps.
+    longest_prompt: leave out sequences with longer prompts.
     oracle: force every message to the true predecessor's, in training and evaluation: a bound, not a drafter.
     seconds: train for at most this long; the schedule is fitted to the steps that the first 100 suggest.
     """
@@ -42,6 +44,7 @@ class Variant:
     forcing: float = 0.0
     forcing_until: float = 0.6
     oracle: bool = False
+    longest_prompt: int | None = None
     seed: int = 0
     seconds: float | None = None
 
@@ -105,6 +108,11 @@ class FeatureStore:
             anchors=sample_anchors(prompts, lengths, anchors),
             final=self.final[places] if with_final else None,
         )
+
+    def sequence(self, i: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sequence i: tokens [length], features [1, length, len(ids) * d], normed last states [1, length, d]."""
+        part = slice(int(self.offsets[i]), int(self.offsets[i] + self.lengths[i]))
+        return self.tokens[part], self.features[None, part], self.final[None, part]
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
         """How often each token occurs in the responses [vocab_size], fp64."""
@@ -170,13 +178,16 @@ def train_variant(
     generator = torch.Generator().manual_seed(variant.seed)
     history, total, steps = [], None, variant.steps
     order: list[int] = []
+    usable = torch.arange(len(store))
+    if variant.longest_prompt is not None:
+        usable = usable[store.prompt_lengths.cpu() <= variant.longest_prompt]
     if cuda:
         torch.cuda.reset_peak_memory_stats()
     started = warm = time.perf_counter()
     step = 0
     while step < steps:
         if len(order) < variant.sequences:
-            order = torch.randperm(len(store), generator=generator).tolist()
+            order = usable[torch.randperm(len(usable), generator=generator)].tolist()
         index = torch.tensor(order[: variant.sequences], device=device)
         order = order[variant.sequences :]
         batch = store.batch(index, variant.anchors, bool(weights.distill or weights.total_variation))
@@ -228,54 +239,29 @@ def _rounded(value: torch.Tensor) -> Any:
 
 
 @torch.no_grad()
-def evaluate_offline(drafter: DSpineDraftModel, model: Any, store: FeatureStore, names: list[str]) -> dict[str, Any]:
-    """Exact T = 0 acceptance on greedy continuations, by benchmark, with and without loop tails.
+def evaluate_offline(
+    drafter: DSpineDraftModel, model: Any, store: FeatureStore, names: list[str], sampled: bool = False, end: int = -1
+) -> list[dict[str, Any]]:
+    """Exact acceptance on the target's own continuations: one record per sequence, for `evaluation.summarise`.
 
     Args:
-        store: features of prompt + the target's own greedy continuation; names: the benchmark of each sequence.
+        store: features of prompt + continuation; names: the benchmark of each sequence.
+        sampled: the continuations were sampled at T = 1 (expected acceptance), else greedy (T = 0).
+        end: the token that ends a text; such a last token may be drafted.
     """
     view = drafter.bind_target(model)
-    rows = []
-    cuda = model.device.type == "cuda"
+    rows, seen = [], dict.fromkeys(names, 0)
     for i, name in enumerate(names):
-        start, length = int(store.offsets[i]), int(store.lengths[i])
+        tokens, features, final = store.sequence(i)
         prompt = int(store.prompt_lengths[i])
-        tokens, features = store.tokens[start : start + length], store.features[start : start + length][None]
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=cuda):
-            walk = offline_walk(drafter, view, features, tokens, prompt)
-        tail = loop_tail_start(tokens[prompt:].tolist())
-        rows.append({"benchmark": name, "walk": walk, "loop": tail is not None})
-    return summarise(rows)
-
-
-def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Acceptance length per benchmark and on average; the mean over prompts of each set, then over sets."""
-    benchmarks: dict[str, Any] = {}
-    for name in dict.fromkeys(r["benchmark"] for r in rows):
-        mine = [r for r in rows if r["benchmark"] == name]
-        clean = [r for r in mine if not r["loop"]]
-        benchmarks[name] = {
-            "acceptance_length": round(_mean_length([r["walk"] for r in mine]), 4),
-            "acceptance_length_without_loops": round(_mean_length([r["walk"] for r in clean]), 4),
-            "slot_acceptance": _slot_rates([r["walk"] for r in mine]),
-            "per_prompt": [[r["walk"].new_tokens, r["walk"].rounds, int(r["loop"])] for r in mine],
-        }
-    means = [b["acceptance_length"] for b in benchmarks.values()]
-    clean_means = [b["acceptance_length_without_loops"] for b in benchmarks.values()]
-    return {
-        "mean_acceptance_length": round(sum(means) / len(means), 4),
-        "mean_acceptance_length_without_loops": round(sum(clean_means) / len(clean_means), 4),
-        "slot_acceptance": _slot_rates([r["walk"] for r in rows]),
-        "benchmarks": benchmarks,
-    }
-
-
-def _mean_length(walks: list[Walk]) -> float:
-    """Tokens over passes of the whole set: long answers count by their length."""
-    return sum(w.new_tokens - 1 for w in walks) / max(1, sum(w.rounds for w in walks))
-
-
-def _slot_rates(walks: list[Walk]) -> list[float]:
-    trials = np.sum([w.trials for w in walks], axis=0)
-    hits = np.sum([w.hits for w in walks], axis=0)
-    return [round(float(h / max(1, t)), 4) for h, t in zip(hits, trials, strict=True)]
+        text = tokens[prompt:].tolist()
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            if sampled:
+                walk = sampled_walk(drafter, view, features, final, tokens, prompt, text[-1] == end)
+                record = expected_record(walk)
+            else:
+                drafts = offline_drafts(drafter, view, features, tokens, prompt, chunk=256)
+                record = greedy_record(drafts, text, text[-1] == end)
+        rows.append({"benchmark": name, "index": seen[name], "prompt_tokens": prompt, **record})
+        seen[name] += 1
+    return rows

@@ -1,6 +1,7 @@
 """Exact acceptance length at T = 0 without decoding: draft from every position of the target's own greedy text."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -101,6 +102,22 @@ def loop_tail_start(tokens: list[int], longest_period: int = 64, repeats: int = 
         if len(tokens) - start >= max(repeats * period, 24) and (best is None or start < best):
             best = start
     return best
+
+
+def greedy_record(drafts: torch.Tensor, continuation: list[int], stopped: bool) -> dict[str, Any]:
+    """The rounds of one greedy continuation as a record of `evaluation.summarise`; arguments as in [`walk_rounds`]."""
+    new, tail = torch.tensor(continuation), loop_tail_start(continuation)
+    walk = walk_rounds(drafts, new, stopped)
+    clean = walk if tail is None else walk_rounds(drafts, new[: max(1, tail)])
+    return {
+        "new_tokens": walk.new_tokens,
+        "rounds": walk.rounds,
+        "trials": walk.trials,
+        "hits": walk.hits,
+        "loop_start": tail,
+        "clean_tokens": clean.new_tokens,
+        "clean_rounds": clean.rounds,
+    }
 
 
 @torch.no_grad()
