@@ -55,7 +55,8 @@ class DSpineConfig(PreTrainedConfig):
         context_window: the drafter attends to at most this many of the latest context rows; None: to all.
         logit_scale, logit_softcap: applied to the drafter's scores as the target applies them to its own logits.
         embedding_scale: factor that the target applies to its input embeddings outside of the embedding module.
-        use_fused_kernels: ask for fused kernels; there are none yet, so the eager operations run, with a warning.
+        use_fused_kernels: draft with Triton kernels where they can run (gradients off, r up to 512, K up to 32, a GPU
+            that triton has a backend for); elsewhere the eager operations run, with one warning that says why.
 
     ("none", "independent") is DFlash: its checkpoints load into it.
     """

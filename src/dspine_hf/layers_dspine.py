@@ -6,8 +6,10 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from .configuration_dspine import DSpineConfig
-from .ops_dspine import gated_write, predicted_feature, shifted_messages
+from .ops_dspine import EAGER, Ops, gated_injection, gated_write
 from .transfer_dspine import Fp32Buffers
+
+Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class DSpineRotaryEmbedding(Fp32Buffers, Qwen3RotaryEmbedding):
@@ -69,20 +71,20 @@ class DSpineInjection(nn.Module):
         self.U = ZeroLinear(r, d, bias=False)
 
     def forward(
-        self, h: torch.Tensor, anchor: torch.Tensor, forced: torch.Tensor | None = None
+        self, h: torch.Tensor, anchor: torch.Tensor, forced: torch.Tensor | None = None, ops: Ops = EAGER
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write into slots 1..B-1 of h [.., B, d]; anchor is phi(anchor) [.., r].
 
-        forced: messages [.., B-1, r] that replace the predicted ones where they are not NaN.
+        forced: messages [.., B-1, r] that replace the predicted ones where they are not NaN; always eager.
         Returns the new h and the features z [.., B-1, r] of slots 1..B-1.
         """
-        n = self.norm(h[..., 1:, :])
-        z = predicted_feature(n, self.P.weight, self.eps)
-        s = shifted_messages(anchor, z)
         if forced is not None:
-            s = torch.where(forced.isnan(), s, forced)
-        written = h[..., 1:, :] + self._write(n, s)
-        return torch.cat([h[..., :1, :], written], dim=-2), z
+            return gated_injection(h, anchor, *self._weights(), self.eps, forced)
+        return ops.gated_injection(h, anchor, *self._weights(), self.eps)
+
+    def _weights(self) -> Weights:
+        """w, P, A, B, b, U, as the operations take them."""
+        return (self.norm.weight, self.P.weight, self.A.weight, self.B.weight, self.B.bias, self.U.weight)
 
     def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         """The write alone: slots h [.., d] that receive the messages s [.., r]; leading dimensions broadcast."""

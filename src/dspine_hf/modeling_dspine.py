@@ -22,6 +22,7 @@ from .configuration_dspine import DSpineConfig
 from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
+from .ops_dspine import EAGER, Ops, fused_ops
 from .target_dspine import (
     TargetView,
     embedding_fingerprint,
@@ -135,10 +136,6 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
 
     def __init__(self, config: DSpineConfig):
         super().__init__(config)
-        if config.use_fused_kernels:
-            warnings.warn(
-                "use_fused_kernels=True: there are no fused kernels yet, the eager operations run.", stacklevel=2
-            )
         d = config.hidden_size
         self.fc = nn.Linear(len(config.target_layer_ids or ()) * d, d, bias=False)
         self.hidden_norm = Qwen3RMSNorm(d, eps=config.rms_norm_eps)
@@ -221,6 +218,14 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
 
     # ---- the pass ---------------------------------------------------------------------------------------------
 
+    @property
+    def ops(self) -> Ops:
+        """What computes a pass: the eager operations, or fused kernels when asked for, usable and no gradient is."""
+        if not self.config.use_fused_kernels or torch.is_grad_enabled():
+            return EAGER
+        weight = self.fc.weight
+        return fused_ops(weight.device.type, weight.dtype, self.config.transfer_rank, self.config.num_candidates)
+
     def block_embeds(self, view: TargetView, anchor_ids: torch.Tensor, num_slots: int) -> torch.Tensor:
         """The anchor's embedding, then num_slots times the mask: [.., 1 + num_slots, d] for anchors [..]."""
         anchor = view.embed(anchor_ids).unsqueeze(-2)
@@ -255,7 +260,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         cos, sin = self.rotary_emb(block_embeds, position_ids.flatten(1))
         mask = None if attention_mask is None else attention_mask.unsqueeze(1)
         first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
-        h, features, state, keys_values = block_embeds, [], None, []
+        h, features, state, keys_values, ops = block_embeds, [], None, [], self.ops
         for i, layer in enumerate(self.layers):
             x = layer.input_layernorm(h).flatten(1, 2)
             k, v = past_key_values.join(i, *layer.self_attn.keys_values(x, cos, sin))
@@ -267,7 +272,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             before = h
             if layer.injection is not None:
                 forced = forced_messages[i] if isinstance(forced_messages, list) else forced_messages
-                h, z = layer.injection(h, anchor_features, forced)
+                h, z = layer.injection(h, anchor_features, forced, ops)
                 features.append(z)
             if layer.inner_write:
                 h = layer.feed_forward(h)
@@ -333,7 +338,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         mask = None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, 1 + slots, -1)
         anchor_features = view.phi(anchors)
         out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask)
-        unary, candidates = view.logits(self.norm(out.hidden[:, 0, 1:])).topk(self.config.num_candidates, dim=-1)
+        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), self.config.num_candidates, self.ops.topk)
         transitions = None
         if self.config.selection == "transition":
             transitions = self._transitions(view, out.rewrite, unary, candidates)

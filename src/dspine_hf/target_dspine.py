@@ -1,5 +1,6 @@
 """What a drafter needs of its target: input embeddings, output head, and the check that it is the right one."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -63,10 +64,24 @@ class TargetView:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the whole vocabulary: [.., d] -> [.., V], fp32, on the drafter's device."""
+        return self._finish(self._raw(hidden).float(), None)
+
+    def best(self, hidden: torch.Tensor, k: int, topk: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k best of `logits`, descending: hidden [.., d] -> scores [.., k] fp32 and their ids [.., k].
+
+        topk: finds them among unfinished scores, whose order a positive scale and a soft-cap leave as it is.
+        """
+        if self._config.logit_scale <= 0:
+            return topk(self.logits(hidden), k)
+        raw, ids = topk(self._raw(hidden), k)
+        return self._finish(raw, ids), ids
+
+    def _raw(self, hidden: torch.Tensor) -> torch.Tensor:
+        """E h with the head's bias, in the head's dtype: [.., d] -> [.., V], on the drafter's device."""
         weight, bias = self._weight, self._bias
         hidden = hidden.to(device=weight.device, dtype=weight.dtype)
         raw = self._head(hidden) if self._head.weight is weight else F.linear(hidden, weight, bias)
-        return self._finish(raw.to(self._device).float(), None)
+        return raw.to(self._device)
 
     def row_logits(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Scores of given tokens: hidden [.., m, d], ids [.., n] -> [.., m, n], fp32; the same numbers as `logits`."""

@@ -1,4 +1,4 @@
-"""The namespace of the package's torch operations. A Hub build writes its own, so that two builds can live together."""
+"""The namespace of the package's torch operations. A Hub build has its own, so that two can live together."""
 
 import torch
 

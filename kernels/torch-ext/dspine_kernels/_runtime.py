@@ -14,6 +14,8 @@ else:
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # as triton itself decides, when it decorates a kernel
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_RANK = 512  # r
+MAX_K = 32  # candidates
 
 
 def available(device: torch.device | str | None = None) -> bool:
@@ -21,16 +23,30 @@ def available(device: torch.device | str | None = None) -> bool:
     return not why_not(device)
 
 
-def why_not(device: torch.device | str | None = None) -> str:
-    """The reason why the kernels cannot run on tensors of `device`, as half a sentence; empty when they can."""
+def why_not(
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+    rank: int = 1,
+    candidates: int = 1,
+) -> str:
+    """The reason why the kernels cannot run for a drafter, as half a sentence; empty when they can.
+
+    Args:
+        device: where its tensors are; None: anywhere.
+        dtype: of its weights. rank: r, the width of its transfer space. candidates: K.
+    """
     if MISSING:
         return MISSING
-    if device is None:
-        return ""
-    kind = torch.device(device).type
+    kind = None if device is None else torch.device(device).type
     if kind == "cpu" and not INTERPRETED:
         return "the tensors are on the CPU"
-    return "" if kind in ("cuda", "xpu", "cpu") else f"the kernels are not made for {kind} tensors"
+    if kind not in (None, "cuda", "xpu", "cpu"):
+        return f"the kernels are not made for {kind} tensors"
+    if dtype not in DTYPES:
+        return f"the kernels compute in float32, bfloat16 or float16, not in {dtype}"
+    if rank > MAX_RANK:
+        return f"the kernels take a transfer rank of at most {MAX_RANK}, not {rank}"
+    return f"the kernels take at most {MAX_K} candidates, not {candidates}" if candidates > MAX_K else ""
 
 
 def next_power_of_2(n: int) -> int:

@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import dot_precision, next_power_of_2, refuse_unlike
+from ._runtime import MAX_RANK, dot_precision, next_power_of_2, refuse_unlike
 
-MAX_RANK = 512
 PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
 
 
@@ -180,7 +179,9 @@ def gated_injection(
     """
     refuse_unlike(h=h, w=w, P=P, A=A, B=B, b=b, U=U)
     if P.shape[0] > MAX_RANK:
-        raise ValueError(f"expected a transfer rank of at most {MAX_RANK}; found {P.shape[0]}. Use the eager operation.")
+        raise ValueError(
+            f"expected a transfer rank of at most {MAX_RANK}; found {P.shape[0]}. Use the eager operation."
+        )
     flat = h.reshape(-1, *h.shape[-2:]).contiguous()
     anchor = anchor.reshape(-1, anchor.shape[-1]).contiguous()
     weights = (t.contiguous() for t in (w, P, A, B, b, U))

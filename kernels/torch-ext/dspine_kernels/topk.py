@@ -9,9 +9,8 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import DTYPES, next_power_of_2
+from ._runtime import DTYPES, MAX_K, next_power_of_2
 
-MAX_K = 32
 MERGED = 4096  # keys that one program of the merge holds, unless the vocabulary or K is very large
 LEAST = tl.constexpr(-(2**63))  # below every key
 
@@ -103,7 +102,7 @@ def topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         k: 1 to 32, at most V.
 
     Returns:
-        Values [.., k] fp32, exactly those of `torch.topk`, and indices [.., k] int64. Among equal values the lower index
+        Values [.., k] fp32, exactly those of `torch.topk`, and indices [.., k] int64. Of equal values the lower index
         comes first (torch leaves their order open). NaN counts as the largest value, as in torch.
 
     Raises:
