@@ -28,6 +28,16 @@ RUNS = {
     "load_from_hub without a patch": ["--patch-free"],
     "push": ["published", "someone/my-drafter"],
     "check_exactness": ["--target", "target", "--drafter", "published", "--prompts", "turns.jsonl"],
+    "analyse_injection": [
+        "--target",
+        "target",
+        "--drafter",
+        "published",
+        "--prompts",
+        "turns.jsonl",
+        "--per-set",
+        "1",
+    ],
 }
 DRIVER = """
 import contextlib, io, json, runpy, sys, traceback
@@ -96,6 +106,7 @@ EXPECTED = {
     "load_from_hub without a patch": ["tokens per pass of the target"],
     "push": ["Sending to ", "model.safetensors", "Done: "],
     "check_exactness": ["2 prompts, 0 differ"],
+    "analyse_injection": ["Covering and choosing", "nearest of z", "over 1 texts, written to analysis"],
 }
 
 
