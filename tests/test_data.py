@@ -158,10 +158,14 @@ def test_self_prompts_are_the_targets_own_user_turns(tmp_path):
 def test_journal_refuses_other_settings_and_drops_a_torn_line(tmp_path):
     journal = Journal(tmp_path / "j", {"seed": 1})
     journal.append({"a": 1})
+    with pytest.raises(OSError, match="one process; found another"):
+        Journal(tmp_path / "j", {"seed": 1})
+    journal.close()
     with open(tmp_path / "j", "ab") as file:
         file.write(b'{"a": 2')
     again = Journal(tmp_path / "j", {"seed": 1})
     again.append({"a": 3})
+    again.close()
     assert Journal(tmp_path / "j", {"seed": 1}).entries == [{"a": 1}, {"a": 3}]
     with pytest.raises(ValueError, match=r"begun with seed=1 \(now 2\)"):
         Journal(tmp_path / "j", {"seed": 2})

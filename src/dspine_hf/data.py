@@ -1,5 +1,6 @@
 """Training data: prompts from files or from the target itself, and the responses that the target writes to them."""
 
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, Protocol
 from .benchmarks import encode_chat, user
 from .journal import Journal
 from .responses import Response, end_ids, respond
+from .saving_dspine import replaced_whole
 from .seeds import hash_seed
 from .sources import read_rows
 
@@ -243,9 +245,14 @@ def write_dataset(journal: Journal, folder: Path) -> int:
     )
     scratch = folder / ".scratch"
     shutil.rmtree(scratch, ignore_errors=True)
-    found = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(scratch))
-    found.save_to_disk(str(folder))
-    count = len(found)
-    del found
-    shutil.rmtree(scratch, ignore_errors=True)
+    try:
+        with replaced_whole(folder, "state.json", re.compile(r"data-\d+-of-\d+\.arrow").fullmatch) as staging:
+            found = datasets.Dataset.from_generator(rows, features=features, cache_dir=str(scratch))
+            found.save_to_disk(str(staging))
+            count = len(found)
+            del found
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise OSError(f"expected to write a data set to '{folder}'; found: {error.__cause__ or error}.") from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
     return count

@@ -6,6 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+try:
+    import fcntl
+except ImportError:  # Windows: two processes that share a journal are not noticed there
+    fcntl = None  # type: ignore[assignment]
+
 
 class Journal:
     """Appends entries durably; a line that was cut short by a kill is taken off when the journal is opened again.
@@ -21,6 +26,7 @@ class Journal:
 
     Raises:
         ValueError: the file was written with other settings.
+        OSError: another journal of the same file is open, here or in another process.
     """
 
     def __init__(self, path: Path, settings: dict[str, Any], key: Callable[[Any], Any] | None = None):
@@ -28,7 +34,8 @@ class Journal:
         self.entries: list[Any] = []
         self.places: dict[Any, int] = {}
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "r+b" if path.exists() else "w+b")
+        self._file = open(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+        _hold(self._file, path)
         self._end = 0
         self._recover(json.loads(json.dumps(settings)))
 
@@ -74,11 +81,33 @@ class Journal:
 
     def _write(self, value: Any) -> None:
         line = json.dumps(value).encode() + b"\n"
-        self._file.seek(self._end)
-        self._file.write(line)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.seek(self._end)
+            self._file.write(line)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise OSError(
+                f"expected to write to '{self.path}'; found: {error}. What it holds is whole: make room, and the same "
+                "command goes on where it was."
+            ) from error
         self._end += len(line)
+
+
+def _hold(file: Any, path: Path) -> None:
+    """Keep the file to this journal until it is closed or the process ends, where the file system can."""
+    if fcntl is None:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise OSError(
+            f"expected '{path.parent}' to be written by one process; found another that is at work on it. Wait until "
+            "it ends, or use another output folder."
+        ) from error
+    except OSError:  # a file system without locks
+        return
 
 
 def _check_settings(path: Path, wanted: dict[str, Any], found: dict[str, Any]) -> None:

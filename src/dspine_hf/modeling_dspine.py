@@ -23,6 +23,7 @@ from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
 from .ops_dspine import EAGER, Ops, fused_ops
+from .saving_dspine import replaced_whole, weights_of
 from .target_dspine import (
     TargetView,
     embedding_fingerprint,
@@ -105,12 +106,24 @@ class DSpinePreTrainedModel(PreTrainedModel):
             ) from error
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, **kwargs: Any) -> None:
-        """Write weights, config and the code of both; see [`PreTrainedModel.save_pretrained`] for the arguments."""
-        if is_main_process and not os.path.isfile(save_directory):
-            recipe = Path(save_directory) / "custom_generate" / "generate.py"
-            recipe.parent.mkdir(parents=True, exist_ok=True)
+        """Write weights, config and the code of both; see [`PreTrainedModel.save_pretrained`] for the arguments.
+
+        A folder that held a drafter holds the old or the new one afterwards, or does not load: see `saving_dspine.py`.
+
+        Raises:
+            OSError: there is no room; the folder then holds what it held before.
+        """
+        if not is_main_process or os.path.isfile(save_directory) or kwargs.get("distributed_checkpoint"):
+            super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            return
+        folder = Path(save_directory)
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
+        with replaced_whole(folder, "config.json", weights_of(kwargs.get("variant"))) as staging:
+            recipe = staging / "custom_generate" / "generate.py"
+            recipe.parent.mkdir()
             shutil.copyfile(inspect.getfile(generate), recipe)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
+            super().save_pretrained(staging, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module):

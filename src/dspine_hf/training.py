@@ -260,6 +260,21 @@ class DSpineTrainer(Trainer):
 
     # ---- checkpoints --------------------------------------------------------------------------------------------
 
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """As the Trainer does. A checkpoint that is written again counts as incomplete until its state is there."""
+        folder = Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
+        if self.args.should_save:
+            (folder / STATE_FILE).unlink(missing_ok=True)
+        try:
+            super()._save_checkpoint(model, trial)
+        except (OSError, RuntimeError) as error:
+            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+                raise
+            raise OSError(
+                f"expected to write the checkpoint '{folder}'; found: {error}. Earlier checkpoints are whole: make "
+                "room, and the same command goes on from the last of them."
+            ) from error
+
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         """Write the drafter alone, as `from_pretrained` reads it; LoRA layers are merged, and kept beside it."""
         if not self.args.should_save:
