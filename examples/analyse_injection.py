@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from dspine_hf.analysis import DrafterAnalysis
+from dspine_hf.analysis_tables import analysis_tables
 from dspine_hf.benchmarks import load_benchmarks
 from dspine_hf.embedded import load_embedded_target
 from dspine_hf.journal import write_atomically
@@ -53,36 +53,6 @@ def continuations(benchmark, model, limit: int, batch: int = 32) -> list[list[in
     return [r.tokens for i in starts for r in respond(model, benchmark.prompts[i : i + batch], limit)]
 
 
-def tables(result: dict):
-    """One table by slot, one by layer and slot for each measurement there."""
-    slots = len(result["unary"]["1"])
-
-    def table(title: str, rows: dict[str, list[float]]) -> Table:
-        made = Table("", *map(str, range(1, slots + 1)), title=f"{title}, % by slot", title_justify="left")
-        for name, values in rows.items():
-            made.add_row(name, *(f"{100 * value:.1f}" for value in values))
-        return made
-
-    rows = {f"unary, top {k}": row for k, row in result["unary"].items()}
-    if "conditional" in result:
-        rows["given the true predecessor"] = result["conditional"]["1"]
-        rows["the same, where covered"] = result["chosen_given_truth"]
-    rows["survivors: accepted"] = result["accepted_of_survivors"]
-    rows["survivors: covered"] = result["covered_of_survivors"]
-    rows["survivors: accepted where covered"] = result["chosen_of_covered_survivors"]
-    yield table(f"Covering and choosing, K = {result['num_candidates']}", rows)
-    if not result["layers"]:
-        return
-    named = [(f"layer {i}", n) for n, i in enumerate(result["layers"])]
-    for depth in ("1", "16"):
-        values = result["nearest"][depth]
-        yield table(f"True token among the {depth} nearest of z", {name: values[n] for name, n in named})
-        for kind in ("only", "from", "prefix"):
-            values = result["forced"][kind][depth]
-            rows = {"nothing told": result["forced"]["none"][depth], **{name: values[n] for name, n in named}}
-            yield table(f"Unary top {depth}, true predecessor told: {kind}", rows)
-
-
 def main() -> None:
     args = parser.parse_args()
     if not args.greedy and not args.prompts:
@@ -97,13 +67,13 @@ def main() -> None:
         for prompt, text in zip(benchmark.prompts, texts, strict=True):
             analysis.add(prompt, text[: loop_tail_start(text)])
         print(f"{benchmark.name}: {len(texts)} texts, {time.perf_counter() - started:.0f} s", flush=True)
-    settings = {"target": args.target or model.name_or_path, "dtype": str(dtype).removeprefix("torch."), **vars(args)}
-    result = {"settings": {**settings, "device": device, "out": str(args.out)}, **analysis.result()}
+    settings = {**vars(args), "target": args.target or model.name_or_path, "device": device, "out": str(args.out)}
+    result = {"settings": {**settings, "dtype": str(dtype).removeprefix("torch.")}, **analysis.result()}
     args.out.mkdir(parents=True, exist_ok=True)
     write_atomically(args.out / "analysis.json", json.dumps(result, indent=1) + "\n")
     plot_analysis(result, args.out)
     console = Console()
-    for table in tables(result):
+    for table in analysis_tables(result):
         console.print(table)
     print(f"acceptance length {result['acceptance_length']} over {result['sequences']} texts, written to {args.out}")
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from dspine_hf import DSpineDraftModel
 from dspine_hf.analysis import DEPTHS, DrafterAnalysis, forced_slots, true_ranks
+from dspine_hf.analysis_tables import analysis_tables
 from dspine_hf.baselines import BASELINES
 from dspine_hf.blocks import cut_blocks, run_blocks
 from dspine_hf.evaluation import Evaluator
@@ -148,3 +149,9 @@ def test_every_kind_of_drafter_is_measured_and_drawn(injection, tmp_path):
     assert drawn == {"coverage.png", "survivors.png"} | (
         {"nearest.png", "messages.png"} if result["layers"] else set()
     )
+
+
+def test_the_tables_show_every_layer_and_slot(analysed):
+    tables = list(analysis_tables(analysed.result()))
+    assert [table.row_count for table in tables] == [10] + 2 * [2, 3, 3, 3]
+    assert all(len(table.columns) == 1 + 4 for table in tables)

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from .blocks import Blocks, cut_blocks, run_blocks
 from .features import TargetReader
 from .offline import offline_drafts, walk_rounds
-from .target_dspine import TargetView
 
 DEPTHS = (1, 4, 8, 16, 32)
 KINDS = ("only", "from", "prefix", "whole_block")
@@ -29,8 +28,8 @@ class Shares:
 
     def add(self, name: str, hit: torch.Tensor, valid: torch.Tensor) -> None:
         """Count bools [blocks, slots]: `hit` among those that are `valid`."""
-        self.hits[name] = self.hits.get(name, 0) + (hit & valid).sum(0).cpu()
-        self.trials[name] = self.trials.get(name, 0) + valid.sum(0).cpu()
+        self.hits[name] = self.hits.get(name, 0) + (hit & valid).sum(0)
+        self.trials[name] = self.trials.get(name, 0) + valid.sum(0)
 
     def add_ranks(self, name: str, ranks: torch.Tensor, valid: torch.Tensor) -> None:
         """Count recall at every depth of `DEPTHS`: ranks [blocks, slots], 0 is the best."""
@@ -39,8 +38,7 @@ class Shares:
 
     def rate(self, name: str) -> list[float]:
         """The share by slot; 0 where nothing was tried."""
-        rates = self.hits[name] / self.trials[name].clamp_min(1)
-        return [round(rate, 4) for rate in rates.tolist()]
+        return [round(x, 4) for x in (self.hits[name] / self.trials[name].clamp_min(1)).tolist()]
 
 
 def true_ranks(
@@ -89,11 +87,11 @@ class DrafterAnalysis:
         if hasattr(drafter, "draft_from_anchors"):
             raise ValueError(f"expected a DSpine or DFlash drafter; {type(drafter).__name__} has a pass of its own.")
         self.drafter, self.anchors, self.chunk = drafter, anchors, chunk
-        self.reader = TargetReader(target, drafter.config.target_layer_ids)
-        self.view = drafter.bind_target(target)
+        self.reader, self.view = TargetReader(target, drafter.config.target_layer_ids), drafter.bind_target(target)
         self.layers = [i for i, layer in enumerate(drafter.layers) if layer.injection is not None]
         self.shares, self.sequences, self.new_tokens, self.rounds = Shares(), 0, 0, 0
-        self.table = _unit_features(self.view, drafter.config.vocab_size if self.layers else 0)
+        ids = torch.arange(drafter.config.vocab_size if self.layers else 0, device=drafter.fc.weight.device)
+        self.table = torch.cat([F.normalize(self.view.phi(part), dim=-1) for part in ids.split(8192)])  # [V, r]
 
     @torch.inference_mode()
     def add(self, prompt: list[int], continuation: list[int]) -> None:
@@ -154,8 +152,8 @@ class DrafterAnalysis:
             self.shares.add_ranks(f"nearest {layer}", ranks, valid)
             for kind in KINDS:
                 layers = [layer] if kind == "only" else [i for i in self.layers if i >= layer]
-                where = forced_slots(kind, slots, truth.device)
-                self.shares.add_ranks(f"{kind} {layer}", self.forced_ranks(features, blocks, where, layers), valid)
+                ranks = self.forced_ranks(features, blocks, forced_slots(kind, slots, truth.device), layers)
+                self.shares.add_ranks(f"{kind} {layer}", ranks, valid)
 
     def forced_ranks(
         self, features: torch.Tensor, blocks: Blocks, where: torch.Tensor, layers: list[int]
@@ -182,26 +180,21 @@ class DrafterAnalysis:
         """Shares by slot: `nearest` and `forced` by layer too. Depths are written as "1", "4", .."""
         rate, names = self.shares.rate, self.shares.hits
         plain = [n for n in names if "@" not in n]
-        streams = {n: n for n in ("unary", "conditional") if f"{n}@1" in names}
+
+        def flat(name: str) -> dict[str, list[float]]:
+            return {str(k): rate(f"{name}@{k}") for k in DEPTHS}
 
         def by_layer(name: str) -> dict[str, list[list[float]]]:
             return {str(k): [rate(f"{name} {i}@{k}") for i in self.layers] for k in DEPTHS}
 
-        flat = {n: {str(k): rate(f"{m}@{k}") for k in DEPTHS} for n, m in {**streams, "none": "forced none"}.items()}
         return {
             "sequences": self.sequences,
             "acceptance_length": round(self.new_tokens / max(1, self.rounds), 4),
             "num_candidates": self.drafter.config.num_candidates,
             "layers": self.layers,
             "nearest": by_layer("nearest"),
-            "forced": {"none": flat.pop("none"), **{kind: by_layer(kind) for kind in KINDS}},
-            **flat,
+            "forced": {"none": flat("forced none"), **{kind: by_layer(kind) for kind in KINDS}},
+            **{name: flat(name) for name in ("unary", "conditional") if f"{name}@1" in names},
             **{name: rate(name) for name in plain},
             "trials": {n: self.shares.trials[n].tolist() for n in plain},
         }
-
-
-def _unit_features(view: TargetView, vocab_size: int, chunk: int = 8192) -> torch.Tensor:
-    """phi of every token, each of length 1: [V, r] fp32."""
-    ids = torch.arange(vocab_size, device=view.head_weight.device)
-    return torch.cat([F.normalize(view.phi(part), dim=-1) for part in ids.split(chunk)])
