@@ -14,15 +14,18 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import MAX_RANK, dot_precision, next_power_of_2, refuse_unlike
+from ._runtime import MAX_RANK, next_power_of_2, refuse_unlike
+from ._tiles import product, product_options
 
 PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
+MAX_SPLITS = 8
 
 
 @triton.jit
 def _project_kernel(
     h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, M, d, r, split_d,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
+    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -38,7 +41,7 @@ def _project_kernel(
         weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0)
         weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
-        acc = tl.dot(h, tl.trans(weight), acc, input_precision=PRECISION)
+        acc = product(h, weight, acc, PRECISION, UPCAST)
         squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M
     tl.store(x_ptr + (part + m)[:, None] * (2 * r) + n[None, :], acc, mask=(m < M)[:, None] & (n < 2 * r)[None, :])
@@ -62,7 +65,8 @@ def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.co
 @triton.jit
 def _gate_kernel(
     x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, M, d, r, eps, SLOTS: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """z [M, r] fp32 and g [M, r]. Slot m needs z of m - 1, so the last program along m also sees m = M."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -85,7 +89,7 @@ def _gate_kernel(
     B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & inside, other=0.0)
     b = tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)
     A_n = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)
-    logit = tl.dot(s, tl.trans(B), A_n + b[None, :], input_precision=PRECISION)
+    logit = product(s, B, A_n + b[None, :], PRECISION, UPCAST)
 
     z_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
     anchor_n = tl.load(anchor_ptr + block + n[None, :], mask=here & first & inside_n, other=0.0).to(tl.float32)
@@ -96,7 +100,8 @@ def _gate_kernel(
 @triton.jit
 def _write_kernel(
     h_ptr, g_ptr, U_ptr, out_ptr, rows, d, r, SLOTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out = h + U g for every slot of every block; slot 0 gets no message."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # block * B + slot
@@ -111,13 +116,20 @@ def _write_kernel(
     at = row.to(tl.int64)[:, None] * d + n[None, :]
     mask = (row < rows)[:, None] & (n < d)[None, :]
     h = tl.load(h_ptr + at, mask=mask, other=0.0)
-    new = tl.dot(g, tl.trans(U), h.to(tl.float32), input_precision=PRECISION)
+    new = product(g, U, h.to(tl.float32), PRECISION, UPCAST)
     tl.store(out_ptr + at, new.to(h.dtype), mask=mask)
 
 
 def _tile(n: int, most: int) -> int:
     """A tile length for n rows: a power of two from 16, which matrix units need, to `most`."""
     return max(16, min(most, next_power_of_2(n)))
+
+
+def _split(programs: int, d: int, block: int) -> tuple[int, int]:
+    """Into how many parts to cut d so that about PROGRAMS programs run, and the length of a part."""
+    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, 4 * block), MAX_SPLITS)
+    length = triton.cdiv(triton.cdiv(d, splits), block) * block
+    return triton.cdiv(d, length), length
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gated_injection"), mutates_args=())
@@ -131,25 +143,25 @@ def _gated_injection(
     out, z, g = torch.empty_like(h), torch.empty(blocks, slots - 1, r, **fp32), h.new_empty(M, r)
     if not M:
         return out.copy_(h), z
-    precision, RANK = dot_precision(h.dtype), max(16, next_power_of_2(r))
+    RANK, dots = max(16, next_power_of_2(r)), product_options(h.dtype)
     BLOCK_M, BLOCK_N, BLOCK_D = _tile(M, 64), 32 if r >= 64 else 16, _tile(d, 128)
-    tiles = triton.cdiv(M, BLOCK_M) * triton.cdiv(2 * r, BLOCK_N)
-    splits = min(max(1, PROGRAMS // tiles), triton.cdiv(d, 4 * BLOCK_D), 8)
-    split_d = triton.cdiv(triton.cdiv(d, splits), BLOCK_D) * BLOCK_D
-    splits = triton.cdiv(d, split_d)
+    tiles = triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N)
+    splits, split_d = _split(tiles[0] * tiles[1], d, BLOCK_D)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
-    _project_kernel[(triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N), splits)](
-        h, w, P, A, x, squares, M, d, r, split_d, slots - 1, BLOCK_M, BLOCK_N, BLOCK_D, precision, num_warps=4
-    )
+    _project_kernel[(*tiles, splits)](
+        h, w, P, A, x, squares, M, d, r, split_d,
+        SLOTS=slots - 1, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, **dots,
+    )  # fmt: skip
     BLOCK_M, BLOCK_N = _tile(M + 1, 32), 32 if r >= 64 else 16
     _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
-        x, squares, anchor, B, b, z, g, M, d, r, eps, slots - 1, splits, BLOCK_M, BLOCK_N, RANK, precision,
-        num_warps=8,
+        x, squares, anchor, B, b, z, g, M, d, r, eps,
+        SLOTS=slots - 1, SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=8, **dots,
     )  # fmt: skip
     BLOCK_M, BLOCK_N = _tile(blocks * slots, 64), 32
     _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
-        h, g, U, out, blocks * slots, d, r, slots - 1, BLOCK_M, BLOCK_N, RANK, precision, num_warps=4
-    )
+        h, g, U, out, blocks * slots, d, r,
+        SLOTS=slots - 1, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=4, **dots,
+    )  # fmt: skip
     return out, z
 
 
