@@ -66,7 +66,7 @@ def walk(
         do_sample: sample, instead of taking the best.
         vocab_size: V, the width of q.
     """
-    active = [processor for processor in processors if not _is_spent(processor, input_ids.shape[1])]
+    active = [processor for processor in processors if not is_spent(processor, input_ids.shape[1])]
     if all(type(processor) in ROW_WISE for processor in active):
         return _walk_table(block, active, do_sample, vocab_size)
     if all(type(processor) in (*ROW_WISE, RepetitionPenaltyLogitsProcessor) for processor in active):
@@ -74,7 +74,7 @@ def walk(
     return _walk_rows(block, input_ids, active, do_sample)
 
 
-def _is_spent(processor: LogitsProcessor, length: int) -> bool:
+def is_spent(processor: LogitsProcessor, length: int) -> bool:
     """Whether the processor changes nothing for this length and every longer one."""
     kind = type(processor)
     if kind is MinLengthLogitsProcessor:

@@ -1,0 +1,244 @@
+"""One round of the fast loop on the device: draft, walk, verify, accept, append. Nothing here waits for the host."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .fast_target import TargetPasses
+from .fast_walk import Chain, SeenTokens, noise_like, walk_batch, warp
+from .generation_dspine import first_slots
+from .static_cache import Places, RaggedDraftCache
+
+
+@dataclass
+class Rows:
+    """
+    The batch's text and where each row stands.
+
+    Attributes:
+        tokens: `[batch, capacity]`, prompts with their left padding, then what was decided.
+        length: `[batch]`, decided columns; the last of them is the anchor, which the target has not read yet.
+        start: `[batch]`, the first column that is not padding.
+        shift: `[batch]`, column minus position.
+        done: `[batch]`, rows that take no more tokens.
+        max_length: columns at which a row ends.
+        eos: `[n]` end-of-sequence ids, or None.
+        seen: the table of the repetition penalty, or None.
+        padded: whether any row has padding.
+    """
+
+    tokens: torch.Tensor
+    length: torch.Tensor
+    start: torch.Tensor
+    shift: torch.Tensor
+    done: torch.Tensor
+    max_length: int
+    eos: torch.Tensor | None
+    seen: SeenTokens | None
+    padded: bool
+
+    @property
+    def anchor(self) -> torch.Tensor:
+        """The last decided token of every row `[batch, 1]`."""
+        return self.tokens.gather(1, self.length[:, None] - 1)
+
+    def append(self, tokens: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
+        """
+        Appends the first `agreed + 1` `[batch]` of `tokens` `[batch, n]`, up to an end-of-sequence token or the limit.
+
+        Returns:
+            `[batch, 3 + n]`: how many tokens each row took, whether it is done, `agreed`, and the tokens.
+        """
+        slots = torch.arange(tokens.shape[1], device=tokens.device)
+        count = torch.minimum(agreed + 1, self.max_length - self.length).masked_fill(self.done, 0)
+        if self.eos is not None:
+            ends = (tokens.unsqueeze(-1) == self.eos).any(-1) & (slots < count[:, None])
+            ended = ends.any(-1)
+            count = torch.where(ended, ends.int().argmax(-1) + 1, count)
+            self.done |= ended
+        # What lies behind a row's length is overwritten later, or padded at the end.
+        self.tokens.scatter_(1, self.length[:, None] + slots, tokens)
+        if self.seen is not None:
+            self.seen.add(tokens, slots < count[:, None])
+        self.length += count
+        self.done |= self.length >= self.max_length
+        return torch.cat([torch.stack([count, self.done.long(), agreed], dim=1), tokens], dim=1)
+
+
+@dataclass
+class Rounds:
+    """
+    The device's half of one call.
+
+    Attributes:
+        passes: the target.
+        rows: the batch.
+        drafter, view, context: the draft model, its view of the target, its context; None without a drafter.
+        max_slots: the longest draft.
+        do_sample: sample, instead of taking the best.
+        last_position: the last position that the target has an embedding for, or None.
+    """
+
+    passes: TargetPasses
+    rows: Rows
+    drafter: Any
+    view: Any
+    context: RaggedDraftCache | None
+    max_slots: int
+    do_sample: bool
+    last_position: int | None = None
+    chain: Chain | None = field(default=None, init=False)
+
+    # ---- places -----------------------------------------------------------------------------------------------
+
+    def _places(self, count: int, columns: int, first: int | None) -> tuple[Places, torch.Tensor]:
+        """Columns of the anchor and the `count - 1` rows after it, and their positions `[batch, count]`."""
+        index = self.rows.length[:, None] - 1 + torch.arange(count, device=self.rows.length.device)
+        return Places(index, columns, first), index - self.rows.shift[:, None]
+
+    # ---- draft ------------------------------------------------------------------------------------------------
+
+    def draft(self, processors: list[Any] | None, columns: int, first: int | None) -> Any:
+        """
+        Drafts a block for every row and walks it.
+
+        Args:
+            processors: the active processors if the batched walk can run them; None: leave the walk to the caller.
+            columns: upper bound of the columns of the block's rows.
+            first: the anchor's column, where all rows share it and the host knows it.
+
+        Returns:
+            The block, cut to `max_slots`.
+        """
+        assert self.context is not None
+        rows = self.rows
+        slots = self.drafter.config.num_draft_slots
+        places, positions = self._places(1 + slots, columns, first)
+        self.context.places = places
+        mask = self._draft_mask(places, columns, first)
+        block = self.drafter.draft_block(
+            self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask
+        )
+        block = first_slots(block, self.max_slots)
+        self.chain = None if processors is None else walk_batch(block, processors, rows.seen, self.do_sample)
+        return block
+
+    def _draft_mask(self, places: Places, columns: int, first: int | None) -> torch.Tensor | None:
+        """Which columns a block sees, `[batch, columns]`; None: all that the context hands out."""
+        assert self.context is not None
+        window = self.drafter.config.context_window
+        if first is not None and not self.rows.padded:
+            self.context.first_column = 0 if window is None else max(0, first - window)
+            return None
+        anchor = places.index[:, :1]
+        at = torch.arange(columns, device=anchor.device)
+        seen = (at >= self.rows.start[:, None]) & (at <= places.index[:, -1:])
+        return seen if window is None else seen & (at >= anchor - window)
+
+    # ---- verify -----------------------------------------------------------------------------------------------
+
+    def verify(
+        self,
+        count: int,
+        processors: list[Any],
+        columns: int,
+        first: int | None,
+    ) -> torch.Tensor:
+        """
+        Runs the target over the anchor and `count - 1` drafted tokens, and appends what it accepts and one token more.
+
+        Returns:
+            See [`Rows.append`].
+        """
+        drafts = None if self.chain is None or count == 1 else self.chain.tokens[:, : count - 1]
+        logits = self.target_logits(drafts, columns, first)
+        if self.do_sample or processors:
+            table = None
+            if self.rows.seen is not None:
+                table = self.rows.seen.table[:, None] if drafts is None else self.rows.seen.after(drafts)
+            logits = warp(logits.float(), processors, self.rows.seen, table)
+        return self.accept(logits, drafts, self.chain, None)
+
+    def target_logits(self, drafts: torch.Tensor | None, columns: int, first: int | None) -> torch.Tensor:
+        """The target's raw logits `[batch, rows, V]` after the anchor and every draft; its features become context."""
+        anchor = self.rows.anchor
+        ids = anchor if drafts is None else torch.cat([anchor, drafts], dim=1)
+        places, positions = self._places(ids.shape[1], columns, first)
+        if self.last_position is not None:  # rows that are done stand behind it
+            positions = positions.clamp(max=self.last_position)
+        outputs = self.passes.verify(ids, positions, self.rows.start if self.rows.padded else None, places)
+        if self.context is not None:
+            self.context.places = places
+            self.extend(outputs, positions)
+        return outputs.logits.to(anchor.device)
+
+    def extend(self, outputs: Any, positions: torch.Tensor) -> None:
+        """A pass's features become context, those of rejected rows too: no mask shows them before they are overwritten."""
+        features = self.passes.features(outputs, self.drafter.device, self.drafter.dtype)
+        self.drafter.extend_context(self.context, features, positions)
+
+    # ---- accept -----------------------------------------------------------------------------------------------
+
+    def accept(
+        self, scores: torch.Tensor, drafts: torch.Tensor | None, chain: Chain | None, drafted: torch.Tensor | None
+    ) -> torch.Tensor:
+        """
+        Decides which drafts stand, and appends them with the target's own next token.
+
+        Args:
+            scores: processed target scores `[batch, rows, V]`.
+            drafts: `[batch, rows - 1]`, or None.
+            chain: where the drafts were sampled from; unused when greedy.
+            drafted: `[batch]`, how many of the drafts are a row's own; None: all.
+        """
+        if not self.do_sample:
+            choice = scores.argmax(-1)  # [batch, rows]
+            agreed = torch.zeros_like(choice[:, 0])
+            if drafts is not None:
+                agreed = leading(_own(drafts == choice[:, :-1], drafted))
+            return self.rows.append(choice, agreed)
+        law = scores.softmax(-1)  # [batch, rows, V]
+        if drafts is None or chain is None:
+            token = (law[:, 0] / noise_like(law[:, 0])).argmax(-1, keepdim=True)
+            return self.rows.append(token, torch.zeros_like(token[:, 0]))
+        assert chain.q is not None and chain.chosen_q is not None
+        n = drafts.shape[1]
+        p = law[:, :n].gather(2, drafts.unsqueeze(-1)).squeeze(-1)  # [batch, n]
+        stands = torch.rand_like(p) * chain.chosen_q[:, :n] < p
+        agreed = leading(_own(stands, drafted))
+        last = last_token(law, agreed, chain, n if drafted is None else drafted)
+        tokens = torch.cat([drafts, last], dim=1).scatter(1, agreed[:, None], last)
+        return self.rows.append(tokens, agreed)
+
+
+def _own(stands: torch.Tensor, drafted: torch.Tensor | None) -> torch.Tensor:
+    if drafted is None:
+        return stands
+    return stands & (torch.arange(stands.shape[1], device=stands.device) < drafted[:, None])
+
+
+def leading(stands: torch.Tensor) -> torch.Tensor:
+    """How many drafts stand before the first that does not: `[batch, n]` -> `[batch]`."""
+    return stands.long().cumprod(-1).sum(-1)
+
+
+def last_token(law: torch.Tensor, agreed: torch.Tensor, chain: Chain, drafted: Any) -> torch.Tensor:
+    """
+    The token after the accepted drafts, `[batch, 1]`: from the target's law where nothing was rejected, else from what
+    the target's law has beyond q (Leviathan et al., arXiv 2211.17192).
+
+    Args:
+        law: the target's probabilities `[batch, rows, V]`.
+        agreed: `[batch]`, accepted drafts.
+        chain: q of every slot.
+        drafted: `[batch]` or a number, how many drafts there were.
+    """
+    assert chain.q is not None
+    row = agreed[:, None, None]
+    p = law.gather(1, row.expand(-1, 1, law.shape[2])).squeeze(1)  # [batch, V]
+    slot = row.clamp(max=chain.q.shape[1] - 1).expand(-1, 1, chain.q.shape[2])
+    q = chain.q.gather(1, slot).squeeze(1) * (agreed < drafted)[:, None]  # [batch, K]
+    rest = p.scatter_add(1, chain.candidates.gather(1, slot).squeeze(1), -q).clamp_min_(0)
+    rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
+    return (rest / noise_like(rest)).argmax(-1, keepdim=True)

@@ -1,0 +1,194 @@
+"""The target inside the fast loop: its passes over a static cache, under masks and attention of the loop's own."""
+
+import inspect
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from .compat_dspine import CACHE_NAMES, FeatureTaps, find_cache
+from .static_cache import Places, RaggedCache
+
+ATTENTION = "dspine_verify"
+_ACTIVE = threading.local()
+_LOCK = threading.Lock()
+_BORROWED: dict[int, list[Any]] = {}  # id(config) -> [config, its own attention, how many loops borrow it]
+
+
+def _grouped_attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[torch.Tensor, None]:
+    """
+    Attention of a verification pass: query heads that share a key head are rows of one product, so that keys and
+    values are never copied. Any other pass, and whatever this does not know, is transformers' own.
+    """
+    batch, heads, rows, width = query.shape
+    groups = heads // key.shape[1]
+    extras = ("softcap", "position_bias", "s_aux")
+    if (
+        not getattr(_ACTIVE, "verifying", False)
+        or attention_mask is None
+        or attention_mask.shape[1] != 1
+        or kwargs.get("dropout")
+        or any(kwargs.get(name) is not None for name in extras)
+    ):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if groups > 1:
+        query = query.reshape(batch, key.shape[1], groups * rows, width)
+        attention_mask = attention_mask.repeat(1, 1, groups, 1) if rows > 1 else attention_mask
+    out = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
+    )  # [batch, kv_heads, groups * rows, width]
+    return out.reshape(batch, heads, rows, value.shape[-1]).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, _grouped_attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+@contextmanager
+def borrowed_attention(target: Any) -> Iterator[None]:
+    """
+    Sends the attention of `target` through the loop's own function while the context lasts.
+
+    Attention is chosen by the config, which other threads see too: for them the function is transformers' own. The
+    last loop to leave gives the config back as it was.
+    """
+    config = target.config.get_text_config(decoder=True)
+    if config._attn_implementation not in ("sdpa", ATTENTION):
+        yield
+        return
+    with _LOCK:
+        entry = _BORROWED.setdefault(id(config), [config, config._attn_implementation, 0])
+        entry[2] += 1
+        config._attn_implementation = ATTENTION
+    try:
+        yield
+    finally:
+        with _LOCK:
+            entry[2] -= 1
+            if not entry[2]:
+                config._attn_implementation = entry[1]
+                del _BORROWED[id(config)]
+
+
+def refuse_target(target: Any, layers: list[Any]) -> None:
+    """
+    Raises ValueError, naming the way out, for targets whose passes cannot run over a static cache.
+
+    Args:
+        target: the causal LM.
+        layers: those of the cache that transformers made for it.
+    """
+    way_out = "Use model.generate(..., assistant_model=drafter), which takes it."
+    name, text = type(target).__name__, target.config.get_text_config(decoder=True)
+    attention = text._attn_implementation
+    if attention not in ("sdpa", "eager", ATTENTION):
+        raise ValueError(
+            f"expected a target with attention 'sdpa' or 'eager'; found {attention!r}. Call "
+            f"model.set_attn_implementation('sdpa'). {way_out}"
+        )
+    for layer in layers:
+        kinds = {base.__name__ for base in type(layer).__mro__}
+        if not kinds & {"DynamicLayer", "StaticLayer"} or "QuantizedLayer" in kinds:
+            raise ValueError(
+                f"expected a target whose layers keep keys and values; {name} has a {type(layer).__name__}. {way_out}"
+            )
+    if "position_ids" not in inspect.signature(target.forward).parameters or getattr(text, "alibi", False):
+        raise ValueError(
+            f"expected a target that takes position_ids; {name} reads positions off its mask, which a static cache "
+            f"cannot give. {way_out}"
+        )
+    unknown = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise ValueError(f"expected layers of full or sliding attention; {name} has {sorted(unknown)}. {way_out}")
+
+
+class TargetPasses:
+    """
+    Runs the target over prompts and drafts of a batch.
+
+    Args:
+        target: the causal LM.
+        taps: where the drafter's features are in its outputs; None without a drafter.
+        model_kwargs: what generate() prepared, the empty cache among it.
+        capacity: columns of the static cache.
+
+    Raises:
+        ValueError: see [`refuse_target`].
+    """
+
+    def __init__(self, target: Any, taps: FeatureTaps | None, model_kwargs: dict[str, Any], capacity: int):
+        layers = getattr(find_cache(model_kwargs), "layers", None) or []
+        refuse_target(target, layers)
+        self.target, self.taps = target, taps
+        self.cache = RaggedCache(len(layers), capacity)
+        self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
+        windows = {getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers}
+        self._window = next((w for w in windows if w is not None), None)
+        self._mixed = len(windows) > 1
+        self._keeps_logits = target._supports_logits_to_keep()
+        self._additive = target.dtype if target.dtype.is_floating_point else torch.float32
+
+    def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
+        """The first pass over left-padded prompts `[batch, length]`; its logits are those of the last row."""
+        batch, length = ids.shape
+        columns = torch.arange(length, device=ids.device).expand(batch, -1)
+        options = {"logits_to_keep": 1} if self._keeps_logits else {}
+        return self._run(ids, mask, positions, Places(columns, length, 0), **options)
+
+    def verify(self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor | None, places: Places) -> Any:
+        """
+        A pass over `[anchor, drafts]`.
+
+        Args:
+            ids, positions: `[batch, rows]`.
+            start: the first column of every batch row `[batch]`; None: 0.
+            places: where the rows go.
+        """
+        mask: Any = self._mask(places, start, None if self._mixed else self._window)
+        if self._mixed:
+            mask = {"full_attention": mask, "sliding_attention": self._mask(places, start, self._window)}
+        _ACTIVE.verifying = True
+        try:
+            with borrowed_attention(self.target):
+                return self._run(ids, mask, positions, places)
+        finally:
+            _ACTIVE.verifying = False
+
+    def features(self, outputs: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        """What the drafter reads of a pass: `[batch, rows, taps * d]`."""
+        assert self.taps is not None
+        return torch.cat([tap.to(device=device, dtype=dtype) for tap in self.taps.read(outputs)], dim=-1)
+
+    def _mask(self, places: Places, start: torch.Tensor | None, window: int | None) -> torch.Tensor:
+        """Additive mask `[batch, 1, rows, columns]`: a row sees its own columns up to itself."""
+        rows = places.index.unsqueeze(-1)  # [batch, rows, 1]
+        columns = torch.arange(places.columns, device=rows.device)
+        hidden = columns > rows
+        if start is not None:
+            hidden = hidden | (columns < start[:, None, None])
+        if window is not None:
+            hidden = hidden | (columns <= rows - window)
+        mask = torch.zeros(hidden.shape, dtype=self._additive, device=hidden.device)
+        return mask.masked_fill_(hidden, torch.finfo(self._additive).min).unsqueeze(1)
+
+    def _run(self, ids: torch.Tensor, mask: Any, positions: torch.Tensor, places: Places, **options: Any) -> Any:
+        self.cache.places = places
+        if self.taps is not None:
+            options["output_hidden_states"] = self.taps.request
+        return self.target(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            use_cache=True,
+            return_dict=True,
+            **{self._cache_name: self.cache},
+            **options,
+        )

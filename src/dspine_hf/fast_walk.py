@@ -1,0 +1,194 @@
+"""The walk of the fast loop: a batch of draft blocks becomes a batch of chains, without a look at the host.
+
+Row-wise warpers and one repetition penalty run on the K candidates of every slot. q stays sparse: K probabilities per
+slot beside the K tokens that they belong to (DESIGN.md section 1).
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+
+from .walk_dspine import ROW_WISE, is_spent
+
+_FLOOR = 1e30
+
+
+@dataclass
+class Chain:
+    """
+    A batch of drafts.
+
+    Attributes:
+        tokens: `[batch, slots]`.
+        confidence: `[batch, slots]`, how probable the drafter finds that the slot is accepted, from the tokens before
+            it alone when sampling.
+        candidates, q: `[batch, slots, K]`, what the tokens were sampled from; q is None when greedy.
+        chosen_q: `[batch, slots]`, q of the tokens; None when greedy.
+    """
+
+    tokens: torch.Tensor
+    confidence: torch.Tensor
+    candidates: torch.Tensor
+    q: torch.Tensor | None = None
+    chosen_q: torch.Tensor | None = None
+
+
+class SeenTokens:
+    """
+    The tokens that a repetition penalty counts as repeated, per batch row.
+
+    Args:
+        processor: the call's repetition penalty.
+        batch, vocab_size: shape of the table.
+    """
+
+    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, batch: int, vocab_size: int, device: Any):
+        self.penalty = processor.penalty
+        self._ignored = processor.prompt_ignore_length
+        self.table = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
+
+    def begin(self, input_ids: torch.Tensor) -> None:
+        """Counts the prompts `[batch, length]`, as the processor itself would."""
+        self.table.zero_()
+        counted = torch.ones_like(input_ids, dtype=torch.bool)
+        if self._ignored is not None:
+            places = torch.arange(input_ids.shape[1], device=input_ids.device)
+            counted = counted & (places >= torch.as_tensor(self._ignored, device=input_ids.device).view(-1, 1))
+        for row, ids, keep in zip(self.table, input_ids, counted, strict=True):
+            row[ids[keep]] = True
+
+    def add(self, tokens: torch.Tensor, valid: torch.Tensor) -> None:
+        """Counts `tokens` `[batch, n]` where `valid`; a row's first token is valid if any of them is."""
+        self.table.scatter_(1, torch.where(valid, tokens, tokens[:, :1]), True)
+
+    def after(self, drafts: torch.Tensor) -> torch.Tensor:
+        """The tables of every prefix of `drafts` `[batch, n]`: `[batch, n + 1, V]`."""
+        n = drafts.shape[1]
+        tables = self.table[:, None].repeat(1, n + 1, 1)
+        for slot in range(n):
+            tables[:, slot + 1 :].scatter_(2, drafts[:, slot, None, None].expand(-1, n - slot, 1), True)
+        return tables
+
+    def penalise(self, scores: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """`scores` with the penalty where `seen`, of the same shape."""
+        return torch.where(seen, torch.where(scores < 0, scores * self.penalty, scores / self.penalty), scores)
+
+
+def active_processors(processors: Any, length: int) -> list[Any]:
+    """The processors that change anything at this length or a longer one."""
+    return [processor for processor in processors if not is_spent(processor, length)]
+
+
+def is_fast(processors: list[Any]) -> bool:
+    """Whether this walk can run them: row-wise warpers and at most one repetition penalty."""
+    rest = [type(processor) for processor in processors if type(processor) not in ROW_WISE]
+    return rest in ([], [RepetitionPenaltyLogitsProcessor])
+
+
+def noise_like(x: torch.Tensor) -> torch.Tensor:
+    """Exponential variables: the argmax of p / noise is distributed as p."""
+    return torch.empty_like(x, dtype=torch.float32).exponential_().clamp_min_(1e-30)
+
+
+def warp(scores: torch.Tensor, processors: list[Any], seen: SeenTokens | None, table: Any) -> torch.Tensor:
+    """Runs the processors over `scores` `[.., n]`; `table` says which of these tokens the penalty has seen."""
+    flat = scores.reshape(-1, scores.shape[-1])
+    no_ids = torch.empty(0, 0, dtype=torch.long, device=scores.device)
+    for processor in processors:
+        if type(processor) is RepetitionPenaltyLogitsProcessor:
+            assert seen is not None
+            flat = seen.penalise(flat, table.reshape(flat.shape))
+        else:
+            flat = processor(no_ids, flat)
+    return flat.view_as(scores)
+
+
+def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sample: bool) -> Chain:
+    """
+    Walks a batch of draft blocks from left to right.
+
+    Args:
+        block: what `draft_block` returned.
+        processors: the active processors, all of them fast (see [`is_fast`]).
+        seen: the table of the repetition penalty among them, if there is one.
+        do_sample: sample, instead of taking the best.
+    """
+    candidates = block.candidates  # [batch, slots, K]
+    first, pairs = _tables(block)  # [batch, K], [batch, slots - 1, R, K]
+    if not do_sample:
+        processors = [p for p in processors if type(p) is RepetitionPenaltyLogitsProcessor]
+    if seen is None or not any(type(p) is RepetitionPenaltyLogitsProcessor for p in processors):
+        rows, index = _look_up(warp(first, processors, None, None), _warp_pairs(pairs, processors), do_sample)
+    else:
+        rows, index = _one_by_one(first, pairs, candidates, processors, seen, do_sample)
+    tokens = candidates.gather(2, index.unsqueeze(-1)).squeeze(-1)
+    q = rows.softmax(-1)  # [batch, slots, K]
+    chosen_q = q.gather(2, index.unsqueeze(-1)).squeeze(-1)
+    if not do_sample:
+        return Chain(tokens, chosen_q, candidates)
+    return Chain(tokens, q.square().sum(-1), candidates, q, chosen_q)
+
+
+def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of slot 1 `[batch, K]` and of later slots `[batch, slots - 1, R, K]`: R = K predecessors, or 1."""
+    if block.transitions is None:
+        first, pairs = block.unary[:, 0], block.unary[:, 1:, None]
+    else:
+        first, pairs = block.transitions.first, block.transitions.pairs
+    # An overflow in the drafter must cost acceptance, never a NaN in the target's distribution.
+    return tuple(t.float().nan_to_num(nan=-_FLOOR, posinf=_FLOOR, neginf=-_FLOOR) for t in (first, pairs))  # type: ignore[return-value]
+
+
+def _warp_pairs(pairs: torch.Tensor, processors: list[Any]) -> torch.Tensor:
+    return warp(pairs, processors, None, None) if pairs.numel() else pairs
+
+
+def _look_up(first: torch.Tensor, pairs: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows are known: the choice after every predecessor at once, then a chain of look-ups."""
+    if do_sample:
+        noise = noise_like(torch.empty(first.shape[0], 1 + pairs.shape[1], first.shape[1], device=first.device))
+        index = (first.softmax(-1) / noise[:, 0]).argmax(-1, keepdim=True)  # [batch, 1]
+        best = (pairs.softmax(-1) / noise[:, 1:, None]).argmax(-1)  # [batch, slots - 1, R]
+    else:
+        index, best = first.argmax(-1, keepdim=True), pairs.argmax(-1)
+    path = [index]
+    for slot in range(best.shape[1]):
+        index = best[:, slot] if best.shape[2] == 1 else best[:, slot].gather(1, index)
+        path.append(index)
+    chosen = torch.cat(path, dim=1)  # [batch, slots]
+    if pairs.shape[2] == 1:
+        rows = pairs[:, :, 0]
+    else:
+        rows = pairs.gather(2, chosen[:, :-1, None, None].expand(-1, -1, 1, pairs.shape[3])).squeeze(2)
+    return torch.cat([first[:, None], rows], dim=1), chosen
+
+
+def _one_by_one(
+    first: torch.Tensor,
+    pairs: torch.Tensor,
+    candidates: torch.Tensor,
+    processors: list[Any],
+    seen: SeenTokens,
+    do_sample: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The penalty depends on the tokens walked: slot after slot."""
+    walked: list[torch.Tensor] = []
+    scores, rows, path = first, [], []
+    for slot in range(candidates.shape[1]):
+        ids = candidates[:, slot]  # [batch, K]
+        repeated = seen.table.gather(1, ids)
+        for token in walked:
+            repeated = repeated | (ids == token)
+        scores = warp(scores, processors, seen, repeated)
+        keys = scores.softmax(-1) / noise_like(scores) if do_sample else scores
+        index = keys.argmax(-1, keepdim=True)  # [batch, 1]
+        rows.append(scores)
+        path.append(index)
+        walked.append(ids.gather(1, index))
+        if slot + 1 < candidates.shape[1]:
+            following = pairs[:, slot]  # [batch, R, K]
+            place = index if following.shape[1] > 1 else torch.zeros_like(index)
+            scores = following.gather(1, place.unsqueeze(-1).expand(-1, 1, following.shape[2])).squeeze(1)
+    return torch.stack(rows, dim=1), torch.cat(path, dim=1)

@@ -1,0 +1,137 @@
+"""Static key/value storage for rows of different lengths: new rows go where they belong, none are ever taken back.
+
+Every batch row owns a run of columns. A pass writes the keys and values of its rows at the columns of their tokens;
+a rejected row is overwritten by the next pass, and until then no mask shows it.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+
+@dataclass
+class Places:
+    """
+    Where the rows of one pass go.
+
+    Attributes:
+        index: `[batch, rows]`, the column of every row, on the device.
+        columns: how many columns attention looks at, an upper bound of all that are in use.
+        first: the column of the first row where all batch rows share it and the host knows it, else None.
+    """
+
+    index: torch.Tensor
+    columns: int
+    first: int | None = None
+
+
+def write(store: torch.Tensor, rows: torch.Tensor, places: Places) -> None:
+    """Writes `rows` `[batch, heads, rows, width]` into `store` `[batch, heads, capacity, width]`."""
+    if places.first is not None:
+        store[:, :, places.first : places.first + rows.shape[2]] = rows
+        return
+    index = places.index.to(store.device)[:, None, :, None].expand_as(rows)
+    store.scatter_(2, index, rows)
+
+
+class StaticRows:
+    """The keys and values of one layer: `[batch, heads, capacity, width]` each, made when the first rows arrive."""
+
+    def __init__(self, capacity: int):
+        self.capacity = capacity
+        self.keys: Any = None
+        self.values: Any = None
+
+    def put(self, keys: torch.Tensor, values: torch.Tensor, places: Places) -> None:
+        """Writes the rows of one pass, `[batch, heads, rows, width]` each."""
+        if self.keys is None:
+            batch, heads, _, width = keys.shape
+            # Zeros: a column that no mask shows must still be a finite number.
+            self.keys = keys.new_zeros(batch, heads, self.capacity, width)
+            self.values = values.new_zeros(batch, values.shape[1], self.capacity, values.shape[3])
+        write(self.keys, keys, places)
+        write(self.values, values, places)
+
+
+class RaggedLayer(CacheLayerMixin):
+    """One layer of a target's cache. Sliding layers keep every row too: their window is in the mask."""
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, cache: "RaggedCache"):
+        super().__init__()
+        self._cache = cache
+        self.rows = StaticRows(cache.capacity)
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the pass's rows; returns all columns that attention looks at."""
+        self.is_initialized = True
+        places = self._cache.places
+        self.rows.put(key_states, value_states, places)
+        self.keys, self.values = (t[:, :, : places.columns] for t in (self.rows.keys, self.rows.values))
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cache.places.columns, 0
+
+    def get_seq_length(self) -> int:
+        return self._cache.places.first or 0
+
+    def get_max_length(self) -> int:
+        return self._cache.capacity
+
+    def get_max_cache_shape(self) -> int:
+        return self._cache.capacity
+
+
+class RaggedCache(Cache):
+    """
+    A target's cache of static storage, one run of columns per batch row.
+
+    Args:
+        num_layers: layers that keep keys and values.
+        capacity: columns.
+    """
+
+    def __init__(self, num_layers: int, capacity: int):
+        self.capacity = capacity
+        self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
+        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+
+
+class RaggedDraftCache:
+    """
+    The drafter's context under the same columns as the target's: the interface of [`DraftCache`], static storage.
+
+    Args:
+        num_layers: drafter layers.
+        capacity: columns.
+    """
+
+    def __init__(self, num_layers: int, capacity: int):
+        self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
+        self.first_column = 0  # columns before it are left out of what `join` returns
+        self._layers = [StaticRows(capacity) for _ in range(num_layers)]
+
+    def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes context rows of one layer, `[batch, kv_heads, rows, head_dim]` each."""
+        self._layers[layer_idx].put(keys, values, self.places)
+
+    def advance(self, rows: int) -> None:
+        """Nothing is counted: which columns are context, the lengths of the batch rows say."""
+
+    def join(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the block's rows, which later rows overwrite; returns all columns that the block looks at."""
+        layer = self._layers[layer_idx]
+        layer.put(keys, values, self.places)
+        seen = slice(self.first_column, self.places.columns)
+        return layer.keys[:, :, seen], layer.values[:, :, seen]
