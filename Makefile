@@ -1,4 +1,5 @@
-# make demo, make test, make fuzz, make quality: each sets up what it needs first. A second call goes straight to work.
+# make demo, make test, make fuzz, make kernels, make quality: each sets up what it needs first.
+# A second call goes straight to work.
 #
 #   PYTHON=...         the interpreter that the virtual environment is made with (default: python3)
 #   TRANSFORMERS=...   an exact transformers version, in an environment of its own (default: the newest supported)
@@ -16,7 +17,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz quality format setup clean
+.PHONY: demo test fuzz kernels quality format setup clean
 
 demo: setup
 	$(BIN)/dspine demo $(ARGS)
@@ -26,6 +27,9 @@ test: setup
 
 fuzz: setup
 	PYTHONPATH=tests OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/fuzz.py $(ARGS)
+
+kernels: setup
+	$(BIN)/python kernels/build.py $(ARGS)
 
 quality: setup
 	$(BIN)/ruff check .
@@ -57,4 +61,4 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist kernels/build src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
