@@ -12,6 +12,7 @@ from dspine_hf.analysis_tables import analysis_tables
 from dspine_hf.baselines import BASELINES
 from dspine_hf.blocks import cut_blocks, run_blocks
 from dspine_hf.evaluation import Evaluator
+from dspine_hf.offline import offline_drafts
 from dspine_hf.plots import plot_analysis
 from helpers.training_runs import SHAPES, trained_pair
 
@@ -112,7 +113,17 @@ def test_survivors_are_accepted_where_covered_and_chosen(analysed):
     assert result["accepted_of_survivors"][0] == result["unary"]["1"][0]
     assert result["covered"] == result["unary"]["4"]  # K = 4
     accepted, alive = shares.hits["accepted_of_survivors"], shares.trials["accepted_of_survivors"]
-    assert torch.equal(alive[1:] <= accepted[:-1], torch.ones(3, dtype=torch.bool))
+    counts = torch.zeros(2, 4, dtype=torch.long)
+    target, drafter, prompts, texts = trained_pair()
+    for i in TEXTS:
+        tokens = torch.tensor([*prompts[i], *texts[i]])
+        drafts = offline_drafts(drafter, analysed.view, analysed.reader(tokens[None])[0], tokens, len(prompts[i]))
+        for start, draft in enumerate(drafts.tolist()):
+            for slot, (token, truth) in enumerate(zip(draft, texts[i][start + 1 :], strict=False)):
+                counts[:, slot] += torch.tensor([1, token == truth])
+                if token != truth:
+                    break
+    assert torch.equal(counts, torch.stack([alive, accepted]))
     assert torch.equal(shares.hits["covered_of_survivors"], shares.trials["chosen_of_covered_survivors"])
     assert torch.equal(shares.hits["chosen_of_covered_survivors"], accepted)
     assert 0 < int(accepted.sum()) < int(alive.sum())

@@ -107,6 +107,7 @@ EXPECTED = {
     "push": ["Sending to ", "model.safetensors", "Done: "],
     "check_exactness": ["2 prompts, 0 differ"],
     "analyse_injection": ["Covering and choosing", "nearest of z", "over 1 texts, written to analysis"],
+    "dry_run": ['"peak_memory_gib": null', '"blocks_per_second": ', '"target_forward_seconds": ', '"total": '],
 }
 
 

@@ -1,21 +1,26 @@
 """Training: the loss curve depends on the global batch alone, resumes exactly, and touches nothing but the drafter."""
 
 import copy
+import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModel
 
+from dspine_hf import training
 from dspine_hf.blocks import cut_blocks, sample_anchors
 from dspine_hf.commands.train import parse_arguments
+from dspine_hf.flops import step_flops
 from dspine_hf.lora import add_lora, merged_copy
 from dspine_hf.seeds import hashed_uniform
 from dspine_hf.sequences import SequenceCollator, TokenSequences, chat_sequences, load_sequences, split_prompts
 from dspine_hf.training import last_complete_checkpoint
 from helpers.tiny_files import random_sequences, save_tiny_target, tiny_chat_target, tiny_tokenizer, write_jsonl
 from helpers.training_runs import (
+    MAX_LENGTH,
     SHAPES,
     command,
     fresh_drafter,
@@ -77,6 +82,19 @@ def test_killed_training_resumes_to_the_same_loss_curve(tmp_path):
     assert saved_losses(killed) == pytest.approx(expected, abs=CURVE)
     for name, weight in load_file(tmp_path / "whole" / "model.safetensors").items():
         torch.testing.assert_close(load_file(killed / "model.safetensors")[name], weight, msg=name)
+
+
+def test_a_log_says_how_fast_the_steps_since_the_last_one_were(tmp_path, monkeypatch):
+    clock = itertools.count(0, 8)  # asked when the first batch since a log is fetched, and at the next log
+    monkeypatch.setattr(training, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    trainer = trainer_for(tmp_path, max_steps=4, logging_steps=2, peak_tflops=1e-6, pad_multiple=MAX_LENGTH)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    flops = step_flops(tiny_chat_target(), trainer.drafter.config, trainer.args.loss_weights, 4, MAX_LENGTH, 4).total
+    assert len(logs) == 2
+    for entry in logs:
+        assert (entry["tokens_per_second"], entry["blocks_per_second"]) == (2 * 4 * MAX_LENGTH / 8, 2 * 4 * 4 / 8)
+        assert entry["mfu"] == round(2 * flops / 8 / 1e6, 4)
 
 
 def test_checkpoint_that_was_cut_short_is_passed_over(tmp_path):

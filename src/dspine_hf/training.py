@@ -1,6 +1,7 @@
 """DSpineTrainer: trains a drafter on the frozen target's states, which are computed on the fly."""
 
 import json
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from transformers import Trainer, TrainingArguments
 
 from .blocks import cut_blocks, sample_anchors
 from .features import TargetReader
+from .flops import peak_tflops, step_flops
 from .lora import is_adapted, load_adapter, merged_copy, save_adapter
 from .losses import LossWeights, slot_weights
 from .muon import MuonAdamW
@@ -37,6 +39,8 @@ class DSpineTrainingArguments(TrainingArguments):
         optim_drafter: "adamw" follows `optim`; "muon" orthogonalises the updates of all matrices.
         compile_drafter: compile the drafter's pass and its loss; every batch is then padded to `max_length`.
         pad_multiple: batches are padded to a multiple of this many tokens.
+        peak_tflops: dense peak of each device, which "mfu" in the log is a share of; None: by the GPU's name, where
+            it is known (see [`PEAK_TFLOPS`]).
     """
 
     output_dir: str | None = field(default="dspine-drafter")
@@ -70,6 +74,7 @@ class DSpineTrainingArguments(TrainingArguments):
     optim_drafter: str = field(default="adamw", metadata={"help": "'adamw' or 'muon'."})
     compile_drafter: bool = field(default=False, metadata={"help": "Compile the drafter's pass and loss."})
     pad_multiple: int = field(default=32, metadata={"help": "Batches are padded to a multiple of this."})
+    peak_tflops: float | None = field(default=None, metadata={"help": "Dense peak of each device, for the log's MFU."})
 
     def __post_init__(self):
         if self.optim_drafter not in ("adamw", "muon"):
@@ -158,12 +163,14 @@ class DSpineTrainer(Trainer):
         reader = TargetReader(target, drafter.config.target_layer_ids)
         padding = args.max_length if args.compile_drafter else None
         options.setdefault("data_collator", SequenceCollator(multiple=args.pad_multiple, length=padding))
+        self.reader = reader
         module = DraftLoss(drafter, reader, args.loss_weights, args.compile_drafter)
         super().__init__(model=module, args=args, **options)
         if self.is_fsdp_enabled:
             _keep_buffers_in_fp32(self.accelerator.state.fsdp_plugin)
         self._parts: dict[str, torch.Tensor] = {}
-        self._steps_since_log = 0
+        self._steps_since_log, self._started, self._work = 0, 0.0, (0, 0, 0.0)
+        self._peak = args.peak_tflops or peak_tflops(args.device)
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -174,6 +181,8 @@ class DSpineTrainer(Trainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The batches of one step with their anchors, and the sum of slot weights over all processes."""
+        if self._steps_since_log == 0:
+            self._started, self._work = time.perf_counter(), (0, 0, 0.0)
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         step, rank, world = self.state.global_step, self.args.process_index, self.args.world_size
         gamma, size = self.args.loss_gamma, self.drafter.config.block_size
@@ -189,6 +198,7 @@ class DSpineTrainer(Trainer):
                 numbers = hashed_uniform(self.args.seed + 1, step, index, blocks.labels[0].numel())
                 batch["forcing"] = numbers.view_as(blocks.labels) < chance
             batch["seed"] = hash_seed(self.args.seed, step, i * world + rank)
+            self._count(*batch["tokens"].shape)
             total = total + batch["slot_weight"].to(device)
         return batches, self.accelerator.gather(total.reshape(1)).sum()
 
@@ -202,6 +212,25 @@ class DSpineTrainer(Trainer):
                 self._parts[name] = self._parts.get(name, 0.0) + value.detach().float().mean() * share
         loss = outputs["loss"] * share
         return (loss, outputs) if return_outputs else loss
+
+    def _count(self, sequences: int, length: int) -> None:
+        """Add one batch to the work since the last log: tokens (padding included), blocks, operations."""
+        anchors, target, config = self.args.anchors_per_sequence, self.reader.target, self.drafter.config
+        flops = step_flops(target, config, self.args.loss_weights, sequences, length, anchors).total
+        tokens, blocks, done = self._work
+        self._work = (tokens + sequences * length, blocks + sequences * anchors, done + flops)
+
+    def speed(self) -> dict[str, float]:
+        """Tokens (padding included) and blocks per second of all processes since the last log; the MFU of one."""
+        seconds, world = max(1e-9, time.perf_counter() - self._started), self.args.world_size
+        tokens, blocks, flops = self._work
+        found = {
+            "tokens_per_second": round(world * tokens / seconds, 1),
+            "blocks_per_second": round(world * blocks / seconds, 1),
+        }
+        if self._peak and not hasattr(self.drafter, "training_loss"):
+            found["mfu"] = round(flops / seconds / self._peak / 1e12, 4)
+        return found
 
     def _forcing(self) -> float:
         horizon = max(1.0, self.args.forcing_until * self.state.max_steps)
@@ -222,11 +251,12 @@ class DSpineTrainer(Trainer):
         return super().create_optimizer(model)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Adds the loss's parts, averaged since the last log, to the logs of a training step."""
+        """Adds the loss's parts, averaged since the last log, and the speed to the logs of a training step."""
         if "loss" in logs and self._parts:
             sums = torch.stack([self._parts[name] for name in self._parts])
             means = self.accelerator.reduce(sums, reduction="mean") / max(1, self._steps_since_log)
             logs |= {name: round(mean, 6) for name, mean in zip(self._parts, means.tolist(), strict=True)}
+            logs |= self.speed()
             self._parts, self._steps_since_log = {}, 0
         super().log(logs, *args, **kwargs)
 
