@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import typer
 from rich.console import Console
 
-COMMANDS = ("demo", "generate", "regenerate", "train", "eval", "convert", "card", "push")
+COMMANDS = ("demo", "generate", "regenerate", "train", "eval", "convert", "export", "card", "push")
 
 app = typer.Typer(
     name="dspine",
