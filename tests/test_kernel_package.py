@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dspine_hf import kernels, ops_dspine
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "kernels" / "torch-ext" / "dspine_kernels"
 GENERAL = tomllib.loads((ROOT / "kernels" / "build.toml").read_text())["general"]
-OPERATIONS = ("gated_injection", "topk")
+OPERATIONS = [field.name for field in fields(ops_dspine.Ops)]
 
 
 def load(path: Path, name: str):

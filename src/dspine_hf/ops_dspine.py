@@ -80,6 +80,140 @@ def topk(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return values.float(), index
 
 
+# ---- the transition cache, the walk and the attention of verification -------------------------------------------
+
+
+def pair_write(
+    h: torch.Tensor, n_weight: torch.Tensor, eps: float, s: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
+    b: torch.Tensor, U: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The write of K alternative messages per slot: h [rows, slots, d], s [rows, slots, K, r] -> [rows, slots, K, d].
+
+    Shapes: n_weight [d], of the injection's norm; A [r, d], B [r, r], b [r], U [d, r].
+    """
+    n = n_weight * rms(h, eps).to(h.dtype)
+    return h.unsqueeze(2) + gated_write(n.unsqueeze(2), s, A, B, b, U)
+
+
+def pair_scores(
+    hidden: torch.Tensor, norm_weight: torch.Tensor, eps: float, head_weight: torch.Tensor, candidates: torch.Tensor,
+    bias: torch.Tensor | None = None, scale: float = 1.0, softcap: float | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Logits of every candidate after every predecessor: E[candidates] . RMSNorm(hidden), as the target shapes them.
+
+    Args:
+        hidden: states before the final norm [rows, slots, K_prev, d]. norm_weight: the final norm's [d].
+        head_weight: E [V, d]. candidates: token ids [rows, slots, K_cur]. bias: [V].
+        scale, softcap: `softcap * tanh(scale * (raw + bias) / softcap)`; softcap None: no cap.
+
+    Returns:
+        [rows, slots, K_prev, K_cur] fp32.
+    """
+    E = F.embedding(candidates, head_weight)  # [rows, slots, K_cur, d]
+    n = norm_weight * rms(hidden, eps).to(hidden.dtype)
+    raw = torch.matmul(n.to(E.dtype), E.transpose(-1, -2)).float()
+    if bias is not None:
+        raw = raw + bias.float()[candidates].unsqueeze(-2)
+    raw = raw * scale
+    return raw if softcap is None else torch.tanh(raw / softcap) * softcap
+
+
+def walk_chain(
+    candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, noise: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Walk every batch row's block from left to right, as `walk_dspine.walk` does with transformers' warpers.
+
+    Args:
+        candidates: token ids [batch, slots, K]. first: slot 1's scores [batch, K].
+        pairs: the later slots' scores [batch, slots - 1, R, K], row i after candidate i of the slot before; R is K, or
+            1 where slots are independent.
+        noise: exponential variables [batch, slots, K] to sample with; None: greedy.
+        seen: tokens already in the text, bool [batch, V], for the repetition penalty.
+        temperature, top_k, top_p, min_p, repetition_penalty: as in transformers; 1, 0, 1, 0 and 1 change nothing.
+
+    Returns:
+        Tokens [batch, slots]; the choices' indices [batch, slots]; log_q [batch, slots, K] fp32, which the tokens were
+        drawn from; [batch, slots] fp32, each choice's log-probability before penalty and warpers.
+    """
+    rows = torch.arange(candidates.shape[0], device=candidates.device)
+    seen = seen.clone() if seen is not None else None
+    scores, steps = _without_infinities(first), []
+    for slot, ids in enumerate(candidates.unbind(1)):
+        raw = scores.log_softmax(-1)
+        if seen is not None:
+            penalised = torch.where(scores < 0, scores * repetition_penalty, scores / repetition_penalty)
+            scores = torch.where(seen.gather(1, ids), penalised, scores)
+        if noise is None:
+            index = scores.argmax(-1)
+            log_q = torch.full_like(scores, float("-inf")).index_put((rows, index), scores.new_zeros(()))
+        else:
+            scores = _warped(scores, temperature, top_k, top_p, min_p)
+            log_q, index = scores.log_softmax(-1), (scores.softmax(-1) / noise[:, slot]).argmax(-1)
+        token = ids[rows, index]
+        if seen is not None:
+            seen[rows, token] = True
+        steps.append((token, index, log_q, raw[rows, index]))
+        if slot + 1 < candidates.shape[1]:
+            scores = _without_infinities(pairs[rows, slot, index if pairs.shape[2] > 1 else 0])
+    tokens, path, log_q, chain = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+    return tokens, path, log_q, chain
+
+
+def _without_infinities(scores: torch.Tensor) -> torch.Tensor:
+    return scores.float().nan_to_num(nan=-1e30, posinf=1e30, neginf=-1e30)
+
+
+def _warped(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """Transformers' warpers on rows of scores [batch, K]: -inf where a candidate is removed."""
+    scores = scores / temperature
+    if 0 < top_k < scores.shape[-1]:
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], float("-inf"))
+    if top_p < 1.0:
+        ascending, order = scores.sort(dim=-1, stable=True)
+        removed = ascending.softmax(-1).cumsum(-1) <= 1.0 - top_p
+        removed[:, -1] = False
+        scores = scores.masked_fill(removed.scatter(1, order, removed), float("-inf"))
+    if min_p > 0.0:
+        p = scores.softmax(-1)
+        scores = scores.masked_fill(p < min_p * p.amax(-1, keepdim=True), float("-inf"))
+    return scores
+
+
+def verify_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, limit: torch.Tensor,
+    scale: float | None = None, window: int = 0, softcap: float = 0.0, splits: int = 0,
+) -> torch.Tensor:  # fmt: skip
+    """Attention by limits: row t of batch row b sees the keys start[b]..limit[b, t], at most `window` of them.
+
+    Args:
+        q: [batch, heads, rows, head_dim]. k, v: the cache [batch, kv_heads, capacity, head_dim].
+        start: first visible key [batch]. limit: last visible key [batch, rows]; -1 for a row that is padding.
+        scale: what q k^T is multiplied by; None: head_dim ** -0.5.
+        window: how many keys a row sees at most; 0: all.
+        softcap: scores become `softcap * tanh(scores / softcap)`; 0: as they are.
+        splits: means nothing here.
+
+    Returns:
+        [batch, heads, rows, head_dim] in q's dtype; zeros for a row that sees nothing.
+    """
+    j, last = torch.arange(k.shape[2], device=k.device), limit.unsqueeze(-1)
+    visible = (j >= start.view(-1, 1, 1)) & (j <= last)  # [batch, rows, capacity]
+    if window:
+        visible = visible & (j > last - window)
+    visible = visible.unsqueeze(1)
+    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if softcap:
+        scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~visible, float("-inf"))
+        out = torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    else:
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scale)
+    return out.masked_fill(~visible.any(-1, keepdim=True), 0.0)
+
+
 # ---- which of them run ------------------------------------------------------------------------------------------
 
 
@@ -89,6 +223,10 @@ class Ops:
 
     gated_injection: Callable = gated_injection
     topk: Callable = topk
+    pair_write: Callable = pair_write
+    pair_scores: Callable = pair_scores
+    walk_chain: Callable = walk_chain
+    verify_attention: Callable = verify_attention
 
 
 EAGER = Ops()
