@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from dspine_hf.benchmarks import encode_chat, load_benchmarks, user
+from dspine_hf import DSpineConfig, DSpineDraftModel
+from dspine_hf.benchmarks import SLACK, encode_chat, load_benchmarks, user, within_positions
 from dspine_hf.bootstrap import compare, interval
 from dspine_hf.evaluation import Evaluator, summarise
 from dspine_hf.offline import loop_tail_start, walk_rounds
 from dspine_hf.plots import training_curve
-from helpers.tiny_files import save_tiny_target, tiny_tokenizer, write_jsonl
+from helpers.tiny_files import save_tiny_target, tiny_chat_target, tiny_tokenizer, write_jsonl
 from helpers.training_runs import command, kill_when, run_here, trained_pair
 
 LIMIT = 40
@@ -143,10 +144,47 @@ def test_long_context_prompts_have_the_length_asked_for(tmp_path, tokens):
     file = write_jsonl(tmp_path / "a.jsonl", paths("a"))
     tokenizer = tiny_tokenizer()
     (found,) = load_benchmarks([str(file)], tokenizer, context_tokens=tokens)
+    assert found.name == f"a@{tokens}"
     for prompt, row in zip(found.prompts, paths("a"), strict=True):
         assert abs(len(prompt) - tokens) <= 2
         question = tokenizer(row["turns"][0])["input_ids"]
         assert prompt[-2 - len(question) : -2] == question
+
+
+def test_context_lengths_are_cut_to_the_targets_positions():
+    config = tiny_chat_target().config  # 512 positions
+    assert within_positions([64, 1024, 4096, 256], config, 40) == [64, 512 - 40 - SLACK, 256]
+    with pytest.raises(ValueError, match="below the target's 512 positions; found 512"):
+        within_positions([64], config, 512)
+
+
+def test_known_continuations_take_no_context(tmp_path):
+    known = [{"benchmark": "x", "prompt_ids": [1, 5], "greedy_ids": [6, 7]}]
+    with pytest.raises(ValueError, match="expected text prompts with a context length"):
+        load_benchmarks([str(write_jsonl(tmp_path / "known.jsonl", known))], None, context_tokens=64)
+
+
+def test_acceptance_is_reported_behind_every_length_of_context(tmp_path):
+    save_tiny_target(tmp_path / "target")
+    trained = trained_pair()[1]
+    windowed = DSpineDraftModel(DSpineConfig(**{**trained.config.to_dict(), "context_window": 24}))
+    windowed.load_state_dict(trained.state_dict())
+    windowed.save_pretrained(tmp_path / "drafter")
+    questions = write_jsonl(tmp_path / "asked.jsonl", paths("asked", 3))
+    words = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--dtype", "float32"]
+    words += ["--prompts", questions, "--max-new-tokens", 16, "--temperature", 0, "--json"]
+    words += [word for length in (48, 160, 4096) for word in ("--context-length", length)]
+    loop, offline = (
+        json.loads(run_here(command("eval", *words, *more, "--output-dir", tmp_path / name)))
+        for name, more in (("loop", []), ("offline", ["--offline"]))
+    )
+    cut = 512 - 16 - SLACK
+    assert loop["settings"]["context_length"] == [48, 160, cut]
+    by_context = loop["acceptance_length_by_context"]
+    assert by_context == {str(n): loop["benchmarks"][f"asked@{n}"]["acceptance_length"] for n in (48, 160, cut)}
+    assert by_context == offline["acceptance_length_by_context"]
+    lengths = [json.loads(line)["prompt_tokens"] for line in list((tmp_path / "loop" / "prompts.jsonl").open())[1:]]
+    assert lengths == pytest.approx([48] * 3 + [160] * 3 + [cut] * 3, abs=2)
 
 
 def test_benchmarks_come_from_folders_and_from_known_continuations(tmp_path):
@@ -168,6 +206,12 @@ def test_training_curve_is_read_from_the_trainer_state(tmp_path):
     assert training_curve(tmp_path / "trainer_state.json") == [(5, 1.5)]
 
 
+def untimed(folder) -> list[dict]:
+    """Every record of an evaluation, without its times."""
+    lines = [json.loads(line) for line in (folder / "prompts.jsonl").read_text().splitlines()[1:]]
+    return [{name: value for name, value in line.items() if not name.endswith("_seconds")} for line in lines]
+
+
 def test_killed_evaluation_goes_on_and_writes_the_same_results(tmp_path):
     save_tiny_target(tmp_path / "target")
     _, drafter, *_ = trained_pair()
@@ -186,6 +230,8 @@ def test_killed_evaluation_goes_on_and_writes_the_same_results(tmp_path):
     with open(journal, "ab") as file:
         file.write(b'{"benchmark": "first", "ind')
     printed = json.loads(run_here(words(tmp_path / "killed", "--json")))
+    run_here(words(tmp_path / "whole"))
+    assert untimed(tmp_path / "killed") == untimed(tmp_path / "whole")
     run_here(words(tmp_path / "offline", "--offline", "--against", tmp_path / "killed"))
     results = json.loads((tmp_path / "killed" / "results.json").read_text())
     assert printed == results

@@ -6,6 +6,8 @@ from typing import Any
 
 from .sources import read_rows
 
+SLACK = 16  # tokens by which a long prompt may miss its length: text that is cut and joined is tokenised anew
+
 
 @dataclass
 class Benchmark:
@@ -31,22 +33,26 @@ def load_benchmarks(
             {"benchmark", "prompt_ids", "greedy_ids"} with known greedy continuations.
         limit: the first so many prompts of each set. max_prompt_tokens: longer prompts are left out.
         context_tokens: put other prompts of the set before each question, so that a prompt has about this many tokens.
+            The set is then named NAME@TOKENS.
 
     Raises:
-        FileNotFoundError: nothing is there. ValueError: a row holds no prompt, or a set ends up empty.
+        FileNotFoundError: nothing is there. ValueError: a row holds no prompt, a set ends up empty, or context is
+            asked for before prompts whose continuations are known.
     """
     files = [file for source in sources for file in _files(source)]
     sets: dict[str, Benchmark] = {}
     for file in files:
         rows = list(read_rows(file))
         if rows and "prompt_ids" in rows[0]:
+            if context_tokens:
+                raise ValueError(f"expected text prompts with a context length; {file} holds token ids. Leave it out.")
             for row in rows:
                 mine = sets.setdefault(row["benchmark"], Benchmark(row["benchmark"], [], []))
                 mine.prompts.append(row["prompt_ids"])
                 if mine.continuations is not None:
                     mine.continuations.append(row["greedy_ids"])
             continue
-        name = Path(file).stem
+        name = Path(file).stem + (f"@{context_tokens}" if context_tokens else "")
         questions = [question(row, file) for row in rows]
         if context_tokens:
             encoded = [long_prompt(questions, i, tokenizer, context_tokens, thinking) for i in range(len(questions))]
@@ -62,6 +68,24 @@ def load_benchmarks(
         if benchmark.continuations is not None:
             benchmark.continuations = benchmark.continuations[:limit]
     return list(sets.values())
+
+
+def within_positions(lengths: list[int], config: Any, max_new_tokens: int) -> list[int]:
+    """The context lengths that leave a target room to answer; longer ones are cut to the longest that does.
+
+    Args:
+        lengths: in tokens. config: the target's. max_new_tokens: length of an answer.
+
+    Raises:
+        ValueError: an answer alone fills all positions.
+    """
+    limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if limit is None:
+        return list(dict.fromkeys(lengths))
+    room = limit - max_new_tokens - SLACK
+    if room < 1:
+        raise ValueError(f"expected max_new_tokens below the target's {limit} positions; found {max_new_tokens}.")
+    return list(dict.fromkeys(min(length, room) for length in lengths))
 
 
 def question(row: dict[str, Any], source: str = "the prompts") -> str:

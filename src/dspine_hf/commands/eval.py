@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..benchmarks import Benchmark, load_benchmarks
+from ..benchmarks import Benchmark, load_benchmarks, within_positions
 from ..bootstrap import compare
 from ..evaluation import Evaluator, summarise
 from ..journal import Journal, write_atomically
@@ -44,8 +44,8 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer, in tokens.")] = 256,
     max_prompt_tokens: Annotated[int | None, typer.Option(help="Leave out longer prompts.")] = None,
     context_length: Annotated[
-        int | None, typer.Option(min=1, help="Put text before each question, up to this many tokens in all.")
-    ] = None,
+        list[int], typer.Option(min=1, help="Put text before each question, up to so many tokens in all. Repeatable.")
+    ] = [],  # noqa: B006
     offline: Annotated[
         bool, typer.Option(help="Compute acceptance exactly at T = 0 from the target's greedy text; no speed-up.")
     ] = False,
@@ -65,14 +65,23 @@ def run(
     """Measure a drafter; stopped at any moment, the same command goes on where it was."""
     console = Console(stderr=as_json)
     pair = load_pair(target, drafter, dtype.torch, device)
-    sets = load_benchmarks(prompts, pair.tokenizer, limit, thinking, max_prompt_tokens, context_length)
+    contexts = within_positions(context_length, pair.target.config, max_new_tokens)
+    if contexts != context_length:
+        console.print(
+            f"The target has positions for {max_new_tokens} tokens after at most {max(contexts)}.", style="dim"
+        )
+    sets = [
+        found
+        for context in contexts or (None,)
+        for found in load_benchmarks(prompts, pair.tokenizer, limit, thinking, max_prompt_tokens, context)
+    ]
     settings: dict[str, Any] = {
         "target": pair.target_name,
         "drafter": pair.drafter_name,
         "drafter_fingerprint": weights_digest(pair.drafter),
         "offline": offline,
         "max_new_tokens": max_new_tokens,
-        "context_length": context_length,
+        "context_length": contexts,
         "thinking": thinking,
         "seed": seed,
         "dtype": dtype.value,
@@ -151,6 +160,13 @@ def offline_records(
 def collect(records: list[dict[str, Any]], settings: dict[str, Any], temperatures: list[float]) -> dict[str, Any]:
     """The content of results.json: the first temperature's figures at the top, and every temperature's by name."""
     figures = {f"{t:g}": summarise(r for r in records if r["temperature"] == t) for t in temperatures}
+    for found in figures.values():
+        by_context = {
+            str(n): [row["acceptance_length"] for name, row in found["benchmarks"].items() if name.endswith(f"@{n}")]
+            for n in settings["context_length"]
+        }
+        if by_context:
+            found["acceptance_length_by_context"] = {n: round(sum(v) / len(v), 4) for n, v in by_context.items()}
     return {**figures[f"{temperatures[0]:g}"], "temperatures": figures, "settings": settings}
 
 
@@ -173,6 +189,8 @@ def tables(results: dict[str, Any], temperatures: list[float]) -> Iterator[Table
             f"{settings['drafter']} on {settings['target']}, T = {t:g}, {settings['dtype']} on {settings['device']}"
         )
         caption = "acceptance by slot: " + " ".join(f"{rate:.2f}" for rate in figures["slot_acceptance"])
+        for context, length in figures.get("acceptance_length_by_context", {}).items():
+            caption += f"\nacceptance length behind {context} tokens of context: {length:.2f}"
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         timed = "mean_speedup" in figures
         names = ["benchmark", "acceptance", "95 %", "no loops"]
