@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from .configuration_dspine import DSpineConfig
-from .ops_dspine import EAGER, Ops, gated_injection, gated_write
+from .ops_dspine import EAGER, Ops, gated_injection
 from .transfer_dspine import Fp32Buffers
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -86,12 +86,15 @@ class DSpineInjection(nn.Module):
         """w, P, A, B, b, U, as the operations take them."""
         return (self.norm.weight, self.P.weight, self.A.weight, self.B.weight, self.B.bias, self.U.weight)
 
-    def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """The write alone: slots h [.., d] that receive the messages s [.., r]; leading dimensions broadcast."""
-        return h + self._write(self.norm(h), s)
-
-    def _write(self, n: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return gated_write(n, s, self.A.weight, self.B.weight, self.B.bias, self.U.weight)
+    def write(self, h: torch.Tensor, s: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
+        """The write alone: h [batch, blocks, slots, n or 1, d], n messages s a slot [.., n, r] -> [.., n, d]."""
+        w, _, A, B, b, U = self._weights()
+        if h.shape[-2] == s.shape[-2]:  # every message has a state of its own
+            states, messages = h.flatten(2, 3), s.flatten(2, 3).unsqueeze(3)
+        else:
+            states, messages = h.squeeze(3), s
+        out = ops.pair_write(states.flatten(0, 1), w, self.eps, messages.flatten(0, 1), A, B, b, U)
+        return out.reshape(*s.shape[:-1], -1)
 
 
 class DSpineLayer(nn.Module):
@@ -110,7 +113,8 @@ class DSpineLayer(nn.Module):
         """The SwiGLU half with its residual."""
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    def write(self, h: torch.Tensor, s: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """From the state before the write to the layer's output, with the messages s."""
         assert self.injection is not None, "only a layer with an injection is written to"
-        return self.feed_forward(self.injection.write(h, s)) if self.inner_write else self.injection.write(h, s)
+        h = self.injection.write(h, s, ops)
+        return self.feed_forward(h) if self.inner_write else h

@@ -308,10 +308,15 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         Returns:
             Normed states [batch, blocks, slots, n, d], ready for the head.
         """
+        return self.norm(self._rewritten(state, messages, first_slot))
+
+    def _rewritten(self, state: RewriteState, messages: torch.Tensor, first_slot: int) -> torch.Tensor:
+        """`rewrite` without the final norm."""
         batch, blocks, slots, n, _ = messages.shape
         pick = slice(first_slot - 1, first_slot - 1 + slots)
         first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
-        h = self.layers[first].write(state.before[:, :, pick].unsqueeze(3), messages)
+        ops = self.ops
+        h = self.layers[first].write(state.before[:, :, pick].unsqueeze(3), messages, ops)
         if state.keys_values:
             shape = (batch, blocks, slots, n)
             cos, sin = (t[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3) for t in state.rotary)
@@ -321,8 +326,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             for layer, (k, v) in zip(self.layers[first + 1 :], state.keys_values, strict=True):
                 x = layer.input_layernorm(h).flatten(1, 3)
                 h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask).view_as(h)
-                h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages)
-        return self.norm(h)
+                h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages, ops)
+        return h
 
     @torch.no_grad()
     def draft_block(
@@ -363,8 +368,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         """Scores of every candidate pair, all slots at once. Slot 1 was written with the anchor: unary is score."""
         pairs = unary.new_zeros(unary.shape[0], 0, unary.shape[2], unary.shape[2])
         if candidates.shape[1] > 1:
-            hidden = self.rewrite(state, view.phi(candidates[:, :-1]).unsqueeze(1), first_slot=2)[:, 0]
-            pairs = view.row_logits(hidden, candidates[:, 1:])
+            hidden = self._rewritten(state, view.phi(candidates[:, :-1]).unsqueeze(1), first_slot=2)[:, 0]
+            pairs = view.pair_scores(hidden, self.norm, candidates[:, 1:], self.ops.pair_scores)
         return TransitionCache(unary[:, 0], pairs)
 
 

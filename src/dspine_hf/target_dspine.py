@@ -77,11 +77,11 @@ class TargetView:
         return self._finish(raw, ids), ids
 
     def _raw(self, hidden: torch.Tensor) -> torch.Tensor:
-        """E h with the head's bias, in the head's dtype: [.., d] -> [.., V], on the drafter's device."""
+        """E h with the head's bias, in the head's dtype, at most fp32: [.., d] -> [.., V], on the drafter's device."""
         weight, bias = self._weight, self._bias
         hidden = hidden.to(device=weight.device, dtype=weight.dtype)
         raw = self._head(hidden) if self._head.weight is weight else F.linear(hidden, weight, bias)
-        return raw.to(self._device)
+        return raw.to(self._device, torch.float32 if raw.dtype is torch.float64 else raw.dtype)
 
     def row_logits(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Scores of given tokens: hidden [.., m, d], ids [.., n] -> [.., m, n], fp32; the same numbers as `logits`."""
@@ -90,6 +90,16 @@ class TargetView:
         if self._bias is not None:
             raw = raw + self._bias.to(self._device).float()[ids].unsqueeze(-2)
         return self._finish(raw, ids)
+
+    def pair_scores(self, hidden: torch.Tensor, norm: nn.Module, ids: torch.Tensor, scores: Callable) -> torch.Tensor:
+        """`row_logits` of norm(hidden), computed by `scores` (of `ops_dspine`) where the head is at hand.
+
+        hidden: [batch, slots, m, d], before the drafter's final norm. ids: [batch, slots, n]. Returns [.., m, n] fp32.
+        """
+        if self._weight.device != hidden.device or self._weight.dtype is torch.float64:
+            return self.row_logits(norm(hidden), ids)
+        shape = (self._bias, self._config.logit_scale, self._config.logit_softcap)
+        return scores(hidden, norm.weight, norm.variance_epsilon, self._weight, ids, *shape)
 
     def _finish(self, raw: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         if self._config.logit_scale != 1.0:
