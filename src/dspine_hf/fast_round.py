@@ -174,7 +174,7 @@ class Rounds:
         return outputs.logits.to(anchor.device)
 
     def extend(self, outputs: Any, positions: torch.Tensor) -> None:
-        """A pass's features become context, those of rejected rows too: no mask shows them before they are overwritten."""
+        """A pass's features become context, those of rejected rows too: they are hidden until overwritten."""
         features = self.passes.features(outputs, self.drafter.device, self.drafter.dtype)
         self.drafter.extend_context(self.context, features, positions)
 

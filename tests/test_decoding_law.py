@@ -1,0 +1,190 @@
+"""Sampling in the fast loop keeps the target's distribution: exact laws from what it draws with, and draws of batches."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+import dspine_hf
+from dspine_hf import DSpineDraftModel, fast_round, fast_walk
+from dspine_hf.fast_round import Rounds, Rows
+from dspine_hf.fast_walk import SeenTokens, is_fast, walk_batch
+from helpers.batch_oracle import batch_block
+from helpers.laws import chi_square_p, distance_from_target, naive_drafts, step_law
+from helpers.oracle import oracle_block, prompt, small_target
+from test_generate_law import processors_of
+
+V, K, SLOTS, BATCH = 12, 4, 3, 2
+SETTINGS = {
+    "T=1": {},
+    "T=0.7": {"temperature": 0.7},
+    "top-k": {"top_k": 3, "temperature": 1.2},
+    "top-p": {"top_p": 0.8},
+    "min-p": {"min_p": 0.3},
+    "repetition penalty": {"repetition_penalty": 1.7, "temperature": 0.8},
+    "repetition penalty and top-p": {"repetition_penalty": 0.6, "top_p": 0.9},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return small_target(seed=3, scale=1.0, vocab_size=V, bos_token_id=1)
+
+
+def blocks_of(independent: bool):
+    """Two single blocks, and both as a batch."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(BATCH)]
+    rows = [torch.randn(SLOTS, V, generator=generator) for generator in generators]
+    given = [torch.randn(V, V, generator=generator) for generator in generators]
+    single = [oracle_block(r, g, K, independent) for r, g in zip(rows, given, strict=True)]
+    return single, batch_block(torch.stack(rows), torch.stack(given), K, independent)
+
+
+def loaded_noise(wanted):
+    """Noise that makes the walk choose the places `wanted` `[batch, slots]`."""
+    slot = iter(range(SLOTS))
+
+    def noise(x):
+        out = torch.ones(x.shape)
+        if x.dim() == 3:
+            return out.scatter_(2, wanted.unsqueeze(-1), 1e-30)
+        return out.scatter_(1, wanted[:, next(slot), None], 1e-30)
+
+    return noise
+
+
+@pytest.mark.parametrize("independent", [False, True], ids=["transitions", "independent"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_rows_step_has_the_targets_law_whatever_the_batch(target, setting, independent, monkeypatch):
+    options = SETTINGS[setting]
+    ids = torch.cat([prompt(4, seed=s, vocabulary=V) for s in range(BATCH)])
+    processors = processors_of(target, ids, options)
+    assert is_fast(list(processors))
+    single, batch = blocks_of(independent)
+    for row in (BATCH - 1,):
+        drafts = naive_drafts(single[row], ids[row : row + 1], options, None)
+        chains = {
+            draft: chain_on_the_way_to(draft, row, batch, ids, processors, monkeypatch)
+            for draft, mass in drafts.items()
+            if mass
+        }
+        laws = step_law(
+            {draft: drafts[draft] for draft in chains},
+            lambda draft, row=row, chains=chains: spread(chains[draft], row),
+            target_law(target, ids[row : row + 1], processors),
+        )
+        assert distance_from_target(laws, target_law(target, ids[row : row + 1], processors)) < 1e-4
+
+
+def chain_on_the_way_to(draft, row, batch, ids, processors, monkeypatch):
+    places = torch.zeros(BATCH, SLOTS, dtype=torch.long)
+    places[row] = torch.tensor([batch.candidates[row, slot].tolist().index(t) for slot, t in enumerate(draft)])
+    penalties = [p for p in processors if hasattr(p, "penalty")]
+    seen = SeenTokens(penalties[0], BATCH, V, "cpu") if penalties else None
+    if seen is not None:
+        seen.begin(ids)
+    with monkeypatch.context() as patch:
+        patch.setattr(fast_walk, "noise_like", loaded_noise(places))
+        chain = walk_batch(batch, list(processors), seen, True)
+    assert tuple(chain.tokens[row].tolist()) == draft
+    torch.testing.assert_close(chain.chosen_q[row], chain.q[row].gather(1, places[row][:, None])[:, 0])
+    return chain
+
+
+def spread(chain, row):
+    q = torch.zeros(SLOTS, V, dtype=torch.double)
+    return q.scatter_(1, chain.candidates[row], chain.q[row].double())
+
+
+def target_law(target, ids, processors):
+    known = {}
+
+    def law(tokens):
+        if tokens not in known:
+            text = torch.cat([ids, torch.tensor([tokens], dtype=torch.long)], dim=1) if tokens else ids
+            scores = processors(text, target(text).logits[:, -1].float())
+            known[tokens] = scores[0].double().softmax(-1)
+        return known[tokens]
+
+    return law
+
+
+@pytest.mark.parametrize("tokens", list(product(range(4), repeat=2)), ids=str)
+def test_a_draft_stands_with_probability_p_over_q_and_else_the_rest_is_drawn(tokens, monkeypatch):
+    torch.manual_seed(0)
+    law = torch.randn(1, 3, 6).softmax(-1)
+    q = torch.randn(1, 2, 4).softmax(-1)
+    chain = fast_walk.Chain(torch.tensor([tokens]), q, torch.arange(4).repeat(1, 2, 1), q, None)
+    chain.chosen_q = q.gather(2, chain.tokens.unsqueeze(-1))[..., 0]
+    for accepted in range(3):
+        ratios = [float(law[0, i, t] / q[0, i, t]) for i, t in enumerate(tokens)]
+        if any(ratio >= 1 for ratio in ratios[accepted : accepted + 1]):
+            continue
+        dice = [min(1.0, r) * 0.999 if i < accepted else r * 1.001 for i, r in enumerate(ratios)]
+        drawn_from = []
+        with monkeypatch.context() as patch:
+            patch.setattr(fast_round.torch, "rand_like", lambda x, dice=dice: torch.tensor([dice]))
+            patch.setattr(fast_round, "noise_like", lambda x, seen=drawn_from: seen.append(x) or torch.ones_like(x))
+            rounds = bare_rounds()
+            count, _, agreed, *_ = rounds.accept(law.log(), chain.tokens, chain, None)[0].tolist()
+        assert (agreed, count) == (accepted, accepted + 1)
+        rest = law[0, accepted].clone()
+        if accepted < 2:
+            rest[:4] -= q[0, accepted]
+            rest.clamp_(min=0)
+        torch.testing.assert_close(drawn_from[0][0], rest)
+
+
+def bare_rounds():
+    zero = torch.zeros(1, dtype=torch.long)
+    rows = Rows(torch.zeros(1, 20, dtype=torch.long), zero + 4, zero, zero, zero.bool(), 16, None, None, False)
+    return Rounds(None, rows, None, None, None, 2, True)
+
+
+class LawOracle(DSpineDraftModel):
+    """Drafts the same random rows for every batch row; the anchor's position seeds them."""
+
+    @torch.no_grad()
+    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None):
+        super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots, attention_mask)
+        generator = torch.Generator().manual_seed(int(anchor_positions.max()))
+        slots = self.config.num_draft_slots
+        batch = anchor_ids.shape[0]
+        rows = torch.randn(1, slots, V, generator=generator) * 0.7
+        block = batch_block(rows, torch.randn(1, V, V, generator=generator), self.config.num_candidates)
+        block.candidates = block.candidates.expand(batch, -1, -1)
+        block.unary = block.unary.expand(batch, -1, -1)
+        block.rows, block.given = block.rows.expand(batch, -1, -1), block.given.expand(batch, -1, -1)
+        block.transitions.first = block.transitions.first.expand(batch, -1)
+        block.transitions.pairs = block.transitions.pairs.expand(batch, -1, -1, -1)
+        return block
+
+
+def exact_law(target, ids, processors, length):
+    """`{text: probability}` of all texts of `length` tokens after a prompt that two padding tokens stand before."""
+    texts, mass = torch.zeros(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.double)
+    for _ in range(length):
+        prefix = torch.cat([ids.expand(len(texts), -1), texts], dim=1)
+        scores = processors(torch.nn.functional.pad(prefix, (2, 0)), target(prefix).logits[:, -1].float())
+        mass = (mass[:, None] * scores.double().softmax(-1)).flatten()
+        texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts))[:, None]], dim=1)
+        texts, mass = texts[mass > 0], mass[mass > 0]
+    return dict(zip(map(tuple, texts.tolist()), mass.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 6}, {"repetition_penalty": 1.5}], ids=str)
+@pytest.mark.parametrize("adaptive", [False, True])
+def test_draws_of_a_padded_batch_have_the_targets_law(target, setting, adaptive):
+    torch.manual_seed(7)
+    drafter = LawOracle.for_target(target, num_hidden_layers=1, block_size=4, transfer_rank=4, num_candidates=K).eval()
+    draws, ids = 3000, prompt(3, vocabulary=V)
+    batch = torch.cat([torch.zeros(draws, 2, dtype=torch.long), ids.expand(draws, -1)], dim=1)
+    mask = (torch.arange(5) >= 2).long().expand(draws, -1)
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
+    out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, adaptive=adaptive, **options)
+    assert drafter.generation_stats.accepted > draws / 3
+    processors = processors_of(target, batch[:1], setting)
+    expected = exact_law(target, ids, processors_of(target, batch[:1], setting), 4)
+    counts = Counter(tuple(row) for row in out[:, 5:].tolist())
+    assert chi_square_p(counts, expected, draws) > 1e-3
