@@ -188,14 +188,22 @@ def test_generate_without_chat_template_continues_the_bare_prompt(folders):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["generate", "--prompt", "x", "--target", "./nothing", "--drafter", "./nothing"], "found nothing at"),
+        (["generate", "--prompt", "x", "--target", "./nothing", "--drafter", "./none"], "drafter's folder"),
+        (["regenerate", "--prompts", "x", "--device", "nonsense", "--output-dir", "x"], "found 'nonsense'"),
+        (
+            ["eval", "--prompts", "x", "--drafter", "x", "--device", "nonsense", "--output-dir", "x"],
+            "found 'nonsense'",
+        ),
+        (["train", "--data", "x", "--target", "./nothing", "--drafter", "./none"], "drafter's folder"),
         (["generate", "--prompt", "x", "--target", "org/name"], "expected --drafter"),
-        (["generate", "--prompt", "x", "--target", "none.gguf", "--drafter", "./nothing"], "expected a GGUF file"),
+        (["generate", "--prompt", "x", "--target", "none.gguf", "--drafter", "CARD"], "expected a GGUF file"),
+        (["generate", "--prompt", "x", "--target", "./nothing", "--drafter", "CARD"], "found nothing at"),
     ],
 )
-def test_an_error_the_user_can_cure_is_a_message_and_exit_code_1(arguments, message, capsys):
+def test_an_error_the_user_can_cure_is_a_message_and_exit_code_1(arguments, message, capsys, folders):
+    """A bad drafter or device is noticed before the target is looked for."""
     with pytest.raises(SystemExit) as stop:
-        main(arguments)
+        main([folders[1] if word == "CARD" else word for word in arguments])
     printed = capsys.readouterr()
     assert stop.value.code == 1
     assert message in printed.err and "Traceback" not in printed.err

@@ -175,6 +175,19 @@ class DSpineConfig(PreTrainedConfig):
         if self.logit_softcap is not None and self.logit_softcap <= 0:
             raise ValueError(f"logit_softcap={self.logit_softcap} must be positive, or None.")
 
+    @classmethod
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: Any, **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The content of config.json; OSError where there is none, which Transformers would take for the defaults."""
+        found, rest = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if "model_type" not in found:
+            raise OSError(
+                f"expected a drafter's config.json at '{pretrained_model_name_or_path}'; found none, or one without "
+                "model_type. Check the path; if a save was broken off there, save the drafter again."
+            )
+        return found, rest
+
     @property
     def num_draft_slots(self) -> int:
         """Slots that are drafted in one pass: B - 1."""

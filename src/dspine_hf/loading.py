@@ -4,8 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from .configuration_dspine import DSpineConfig
 from .target_dspine import resident
 
 
@@ -63,12 +71,13 @@ def load_gguf_target(
     return model.eval(), AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
 
 
-def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTrainedModel:
-    """Load a drafter in the target's dtype, onto the device of the target's output head, and check that they fit.
+def check_drafter(name_or_path: str | Path) -> str | Path:
+    """Make sure, by its config alone, that a drafter is there; returns what to load it by.
 
     Raises:
         FileNotFoundError: a path was given and no drafter is there.
-        ValueError: the drafter was made for a target of other shapes.
+        ValueError: something else is there.
+        OSError: the Hub has no config of this name.
     """
     path = Path(name_or_path).expanduser()
     if path.is_dir() or _looks_like_a_path(str(name_or_path)):
@@ -78,12 +87,23 @@ def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTraine
                 f"Check the path, or train one with 'dspine train --target ...'."
             )
         name_or_path = path
-    drafter = AutoModel.from_pretrained(name_or_path, dtype=target.dtype)
-    if not hasattr(drafter, "check_target"):
+    found = PreTrainedConfig.get_config_dict(name_or_path)[0].get("model_type")
+    if found != DSpineConfig.model_type:
         raise ValueError(
-            f"expected a DSpine drafter at '{name_or_path}' (model_type 'dspine'); found model_type "
-            f"'{drafter.config.model_type}'. Give a drafter's folder or Hub name, or convert the checkpoint first."
+            f"expected a DSpine drafter at '{name_or_path}' (model_type 'dspine'); found model_type {found!r}. Give a "
+            "drafter's folder or Hub name, or convert the checkpoint first."
         )
+    return name_or_path
+
+
+def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+    """Load a drafter in the target's dtype, onto the device of the target's output head, and check that they fit.
+
+    Raises:
+        FileNotFoundError: a path was given and no drafter is there.
+        ValueError: the drafter was made for a target of other shapes.
+    """
+    drafter = AutoModel.from_pretrained(check_drafter(name_or_path), dtype=target.dtype)
     drafter.check_target(target)
     return drafter.to(resident(target.get_output_embeddings(), "weight").device).eval()
 

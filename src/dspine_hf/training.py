@@ -298,11 +298,11 @@ class DSpineTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "PytorchStreamWriter" not in str(error):
+            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
                 raise
             raise OSError(
-                f"expected to write the checkpoint '{folder}'; found: {error}. Earlier checkpoints are whole: make "
-                "room, and the same command goes on from the last of them."
+                f"expected room for the checkpoint '{folder}'; found: {error}. Earlier checkpoints are whole: free "
+                "some space, and the same command goes on from the last of them."
             ) from error
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:

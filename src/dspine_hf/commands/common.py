@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, TextStreamer
 
 from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
-from ..loading import load_drafter, load_target
+from ..loading import check_drafter, load_drafter, load_target
 
 
 class Dtype(StrEnum):
@@ -81,6 +81,7 @@ def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, devic
             )
         drafter = str(embedded_drafter_folder())
     place = usable_device(device)
+    check_drafter(drafter)
     local = Path(drafter).exists() and (target is None or Path(target).exists())
     with _without_progress_bars() if local else contextlib.nullcontext():
         model, tokenizer = load_embedded_target(dtype) if target is None else load_target(target, dtype)

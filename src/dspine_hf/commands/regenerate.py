@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,7 +16,7 @@ from ..embedded import TARGET_NAME, load_embedded_target
 from ..journal import Journal, write_atomically
 from ..loading import load_target
 from ..server import ServerWriter, answer_from_server
-from .common import Dtype
+from .common import Dtype, usable_device
 
 RESPONSES = "responses.jsonl"
 SELF_PROMPTS = "self-prompts.jsonl"
@@ -76,8 +77,9 @@ def run(
         "seed": seed,
         **({"server": server} if server else {"batch_size": batch_size, "dtype": dtype.value}),
     }
+    place = usable_device(device)
     journal = Journal(output_dir / RESPONSES, settings, key=lambda entry: (entry["id"], entry["variant"]))
-    model, tokenizer = load_writer_parts(target, dtype, device, tokenizer_only=server is not None)
+    model, tokenizer = load_writer_parts(target, dtype, place, tokenizer_only=server is not None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console) as progress:
@@ -125,7 +127,7 @@ def within_limit(
     return [prompts[i] for i in kept], [lengths[i] for i in kept]
 
 
-def load_writer_parts(target: str | None, dtype: Dtype, device: str, tokenizer_only: bool) -> tuple[Any, Any]:
+def load_writer_parts(target: str | None, dtype: Dtype, device: torch.device, tokenizer_only: bool) -> tuple[Any, Any]:
     """The target (None where a server answers) and its tokenizer."""
     if tokenizer_only and target is not None and not target.endswith(".gguf"):
         return None, AutoTokenizer.from_pretrained(target)

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers import set_seed
 
 from ..embedded import load_embedded_target
-from ..loading import load_target
+from ..loading import check_drafter, load_target
 from ..lora import add_lora
 from ..modeling_dspine import DSpineDraftModel
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
@@ -62,6 +62,8 @@ def run(
     args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
     console = Console(stderr=True, quiet=args.process_index > 0)
     set_seed(args.seed)
+    if drafter is not None:
+        check_drafter(drafter)
     model, tokenizer = load_frozen(target, target_dtype.torch)
     model = model.to(args.device)
     rows = load_sequences(data, tokenizer, args.max_length, thinking)
