@@ -8,7 +8,10 @@ from ._runtime import MISSING, available, why_not
 __all__ = ["available", "why_not"]
 
 if not MISSING:
+    from .attention import verify_attention
     from .injection import gated_injection
+    from .pairs import pair_scores, pair_write
     from .topk import topk
+    from .walk import walk_chain
 
-    __all__ += ["gated_injection", "topk"]
+    __all__ += ["gated_injection", "pair_scores", "pair_write", "topk", "verify_attention", "walk_chain"]

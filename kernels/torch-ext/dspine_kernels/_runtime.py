@@ -54,11 +54,6 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def dot_precision(dtype: torch.dtype) -> str:
-    """What `tl.dot` is told of its inputs: fp32 products are exact, never rounded to tf32."""
-    return "ieee" if dtype is torch.float32 else "tf32"
-
-
 def refuse_unlike(**tensors: torch.Tensor) -> None:
     """Raise ValueError unless all tensors have one dtype that the kernels know, and one device."""
     first_name, first = next(iter(tensors.items()))

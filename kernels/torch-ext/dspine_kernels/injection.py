@@ -23,15 +23,15 @@ MAX_SPLITS = 8
 
 @triton.jit
 def _project_kernel(
-    h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, M, d, r, split_d,
-    SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, slots, M, d, r, split_d,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
-    h_row = h_ptr + (m // SLOTS * (SLOTS + 1) + m % SLOTS + 1).to(tl.int64)[:, None] * d
+    h_row = h_ptr + (m // slots * (slots + 1) + m % slots + 1).to(tl.int64)[:, None] * d
     rows = tl.where((n < r)[:, None], P_ptr + n[:, None] * d, A_ptr + (n - r)[:, None] * d)  # [BLOCK_N, 1]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
@@ -64,7 +64,7 @@ def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.co
 
 @triton.jit
 def _gate_kernel(
-    x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, M, d, r, eps, SLOTS: tl.constexpr,
+    x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, slots, M, d, r, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -72,8 +72,8 @@ def _gate_kernel(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     k = tl.arange(0, RANK)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    first = (m % SLOTS == 0)[:, None]  # slot 1, whose message is phi(anchor)
-    block = (m // SLOTS).to(tl.int64)[:, None] * r
+    first = (m % slots == 0)[:, None]  # slot 1, whose message is phi(anchor)
+    block = (m // slots).to(tl.int64)[:, None] * r
     known = ((m > 0) & (m <= M))[:, None]  # m - 1 is a slot
     here = (m < M)[:, None]
     inside, inside_n = (k < r)[None, :], (n < r)[None, :]
@@ -99,7 +99,7 @@ def _gate_kernel(
 
 @triton.jit
 def _write_kernel(
-    h_ptr, g_ptr, U_ptr, out_ptr, rows, d, r, SLOTS: tl.constexpr,
+    h_ptr, g_ptr, U_ptr, out_ptr, slots, rows, d, r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
@@ -107,8 +107,8 @@ def _write_kernel(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # block * B + slot
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, RANK)
-    slot = row % (SLOTS + 1)
-    m = row // (SLOTS + 1) * SLOTS + slot - 1
+    slot = row % (slots + 1)
+    m = row // (slots + 1) * slots + slot - 1
     inside = (k < r)[None, :]
     g_at = g_ptr + m.to(tl.int64)[:, None] * r + k[None, :]
     g = tl.load(g_at, mask=((row < rows) & (slot > 0))[:, None] & inside, other=0.0)
@@ -149,18 +149,18 @@ def _gated_injection(
     splits, split_d = _split(tiles[0] * tiles[1], d, BLOCK_D)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
     _project_kernel[(*tiles, splits)](
-        h, w, P, A, x, squares, M, d, r, split_d,
-        SLOTS=slots - 1, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, **dots,
+        h, w, P, A, x, squares, slots - 1, M, d, r, split_d,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, **dots,
     )  # fmt: skip
     BLOCK_M, BLOCK_N = _tile(M + 1, 32), 32 if r >= 64 else 16
     _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
-        x, squares, anchor, B, b, z, g, M, d, r, eps,
-        SLOTS=slots - 1, SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=8, **dots,
+        x, squares, anchor, B, b, z, g, slots - 1, M, d, r, eps,
+        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=8, **dots,
     )  # fmt: skip
     BLOCK_M, BLOCK_N = _tile(blocks * slots, 64), 32
     _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
-        h, g, U, out, blocks * slots, d, r,
-        SLOTS=slots - 1, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=4, **dots,
+        h, g, U, out, slots - 1, blocks * slots, d, r,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=4, **dots,
     )  # fmt: skip
     return out, z
 

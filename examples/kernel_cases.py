@@ -1,0 +1,131 @@
+"""The cases of examples/bench_kernels.py: shapes, random arguments, the work they ask for, and whole draft passes.
+
+python examples/bench_kernels.py --out kernels.json
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dspine_hf import DSpineConfig, DSpineDraftModel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an operation is called with; keys: context rows that verification attends to."""
+
+    d: int = 4096
+    r: int = 256
+    B: int = 16
+    K: int = 16
+    V: int = 151936
+    batch: int = 1
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    keys: int = 1040
+
+
+TINY = Shape(d=48, r=16, B=4, K=4, V=300, heads=4, kv_heads=2, head_dim=16, keys=40)
+CORNERS = {"d": (576, 8192), "r": (64, 256), "B": (4, 32), "K": (4, 32), "batch": (1, 64), "V": (49152, 151936)}
+TINY_CORNERS = {"d": (24, 72), "r": (8, 20), "B": (3, 5), "K": (2, 5), "batch": (1, 2), "V": (61, 300)}
+USES = {
+    "gated_injection": ("d", "r", "B", "batch"),
+    "topk": ("K", "B", "batch", "V"),
+    "pair_write": ("d", "r", "B", "K", "batch"),
+    "pair_scores": ("d", "B", "K", "batch"),
+    "walk_chain": ("B", "K", "batch"),
+    "verify_attention": ("B", "batch"),
+}
+
+
+def corners(op: str, grid: dict[str, tuple]) -> list[dict[str, int]]:
+    """The corners that an operation is checked at: all parameters low, all high, and each alone high."""
+    low, high = ({name: grid[name][end] for name in USES[op]} for end in (0, 1))
+    return [low, high, *({**low, name: high[name]} for name in USES[op])]
+
+
+def arguments(op: str, p: Shape, dtype: torch.dtype, head: torch.Tensor | None, device: str) -> list[Any]:
+    """Fresh random arguments of an operation; head: E [V, d]."""
+
+    def drawn(*shape, scale=1.0, dtype=dtype):
+        return (torch.randn(shape, device=device) * scale).to(dtype)
+
+    n, d, r, m = p.batch, p.d, p.r, max(p.B - 2, 1)
+    w, small = drawn(d, scale=0.3) + 1, d**-0.5
+    A, B, b, U = drawn(r, d, scale=small), drawn(r, r, scale=r**-0.5), drawn(r), drawn(d, r, scale=r**-0.5)
+    ids = torch.randint(p.V if head is None else len(head), (n, p.B - 1, p.K), device=device)
+    if op == "gated_injection":
+        return [drawn(n, p.B, d), drawn(n, r, dtype=torch.float32), w, drawn(r, d, scale=small), A, B, b, U, 1e-6]
+    if op == "topk":
+        return [drawn(n, p.B - 1, p.V), p.K]
+    if op == "pair_write":
+        return [drawn(n, m, d), w, 1e-6, drawn(n, m, p.K, r, dtype=torch.float32), A, B, b, U]
+    if op == "pair_scores":
+        return [drawn(n, m, p.K, d), w, 1e-6, drawn(p.V, d) if head is None else head, ids[:, :m].contiguous()]
+    if op == "walk_chain":
+        noise = torch.empty(ids.shape, device=device).exponential_()
+        scores = {"dtype": torch.float32, "scale": 3.0}
+        return [ids, drawn(n, p.K, **scores), drawn(n, p.B - 2, p.K, p.K, **scores), noise]
+    start = torch.zeros(n, dtype=torch.int64, device=device)
+    limit = torch.arange(p.keys - p.B, p.keys, device=device).expand(n, -1).contiguous()
+    k, v = (drawn(n, p.kv_heads, p.keys, p.head_dim) for _ in range(2))
+    return [drawn(n, p.heads, p.B, p.head_dim), k, v, start, limit]
+
+
+def work(op: str, p: Shape, args: list[Any], outputs: list[torch.Tensor]) -> tuple[int, int]:
+    """The fewest bytes that move (inputs and outputs once; of the head, the candidates' rows) and the operations."""
+    moved = sum(t.numel() * t.element_size() for t in (*args, *outputs) if isinstance(t, torch.Tensor))
+    n, m = p.batch, max(p.B - 2, 1)
+    if op == "pair_scores":
+        moved += (args[4].numel() - len(args[3])) * p.d * args[3].element_size()
+    return moved, {
+        "gated_injection": 2 * n * (p.B - 1) * (3 * p.d * p.r + p.r**2),
+        "pair_write": 2 * n * m * (p.d * p.r + p.K * (p.d * p.r + p.r**2)),
+        "pair_scores": 2 * n * m * p.K**2 * p.d,
+        "verify_attention": 4 * n * p.heads * p.B * p.keys * p.head_dim,
+    }.get(op, 0)
+
+
+class Borrowed(nn.Module):
+    """What a drafter borrows of a target: an embedding and a head with random weights."""
+
+    def __init__(self, p: Shape, dtype: torch.dtype):
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(p.V, p.d, dtype=dtype), nn.Linear(p.d, p.V, bias=False, dtype=dtype)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.head
+
+
+def draft_call(target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str, Any]) -> tuple[DSpineConfig, Any]:
+    """A drafter's config, and a call that drafts one block behind its context and walks it greedily."""
+    device = target.head.weight.device
+    shapes = {"hidden_size": p.d, "vocab_size": p.V, "num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads}
+    shapes |= {"head_dim": p.head_dim, "intermediate_size": 3 * p.d, "block_size": p.B, "transfer_rank": p.r}
+    candidates = 1 if method.get("selection") == "independent" else p.K
+    config = DSpineConfig(**shapes, num_candidates=candidates, **method)
+    with torch.device(device):
+        drafter = DSpineDraftModel(config).requires_grad_(False).eval()
+        for layer in drafter.layers:
+            if layer.injection is not None:
+                layer.injection.U.weight.normal_(std=0.02)
+        drafter.transfer.W.normal_(std=p.d**-0.5)
+        drafter.to(dtype)
+        view, cache, rows = drafter.bind_target(target), drafter.new_cache(), p.keys - p.B
+        features = torch.randn(1, rows, len(config.target_layer_ids) * p.d, dtype=dtype)
+        drafter.extend_context(cache, features, torch.arange(rows).unsqueeze(0))
+        anchor, position = torch.tensor([5]), torch.tensor([rows])
+
+    def call() -> torch.Tensor:
+        block = drafter.draft_block(view, cache, anchor, position)
+        if block.transitions is None:
+            return block.candidates[..., 0]
+        return drafter.ops.walk_chain(block.candidates, block.transitions.first, block.transitions.pairs)[0]
+
+    return config, call

@@ -1,0 +1,49 @@
+"""The kernel benchmark goes through all of its steps in small; what it times there means nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from dspine_hf import kernels
+from dspine_hf.ops_dspine import Ops
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+pytestmark = pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("bench")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, EXAMPLES / "bench_kernels.py", "--tiny", "--no-compile", "--out", "kernels.json"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    return json.loads((folder / "kernels.json").read_text()) | {"printed": done.stdout}
+
+
+def test_every_operation_is_checked_in_every_dtype_and_passes(found):
+    checked = {(corner["operation"], corner["dtype"]) for corner in found["checks"]}
+    assert len(checked) == 3 * len(fields(Ops))
+    assert not [corner for corner in found["checks"] if not corner["passed"]]
+
+
+def test_every_operation_is_timed_against_its_floor(found):
+    assert [row["operation"] for row in found["operations"]] == [op.name for op in fields(Ops)]
+    for row in found["operations"]:
+        assert row["eager"] > 0 and row["fused"] > 0 and row["bytes"] > 0
+        assert row["floor"] == pytest.approx(row["bytes"] / found["bandwidth"] * 1e6)
+
+
+def test_whole_passes_of_both_placements_and_of_dflash_are_timed_eager_and_fused(found):
+    passes = {(row["drafter"], row["m"], row["fused"]) for row in found["passes"]}
+    assert len(passes) == 14 and {m for drafter, m, _ in passes if drafter == "DSpine mlp"} == {0, 1, 4}
+    assert {"DFlash", "DSpine layer", "DSpine mlp"} == {drafter for drafter, _, _ in passes}
+
+
+def test_what_is_printed_names_the_operations(found):
+    assert all(op.name in found["printed"] for op in fields(Ops))
