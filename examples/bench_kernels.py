@@ -1,10 +1,10 @@
 """Time DSpine's fused operations and whole draft passes: python examples/bench_kernels.py --out kernels.json
 
 Every operation at the draft shapes of Qwen3-8B: eager, torch.compile of eager, fused, and the floor: the bytes that
-must move, at the bandwidth of a device copy. Then a draft pass behind 1024 rows of context, walk included, of DSpine and
-of DFlash on the same backbone. Times are medians over replays of a CUDA graph that takes turns among input sets, so that
-weights come from memory and not from a cache. Before that, fused results are compared with fp64 ones on buffers
-filled with NaN, at the corners of the shape grid: all low, all high, each parameter alone high.
+must move, at the bandwidth of a device copy. Then a draft pass behind 1024 rows of context, walk included, of DSpine
+and of DFlash on the same backbone. Times are medians over replays of a CUDA graph that takes turns among input sets,
+so that weights come from memory and not from a cache. Before that, fused results are compared with fp64 ones on
+buffers filled with NaN, at the corners of the shape grid: all low, all high, each parameter alone high.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
 """
 
