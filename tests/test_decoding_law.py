@@ -1,6 +1,6 @@
-"""Sampling in the fast loop keeps the target's distribution: exact laws from what it draws with, and draws of batches."""
+"""Sampling in the fast loop keeps the target's law: exact laws from what it draws with, and draws of batches."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import product
 
 import pytest
@@ -10,6 +10,7 @@ import dspine_hf
 from dspine_hf import DSpineDraftModel, fast_round, fast_walk
 from dspine_hf.fast_round import Rounds, Rows
 from dspine_hf.fast_walk import SeenTokens, is_fast, walk_batch
+from dspine_hf.policy import Policy
 from helpers.batch_oracle import batch_block
 from helpers.laws import chi_square_p, distance_from_target, naive_drafts, step_law
 from helpers.oracle import oracle_block, prompt, small_target
@@ -110,6 +111,44 @@ def target_law(target, ids, processors):
     return law
 
 
+def experienced_policy():
+    """A policy that cuts some drafts and not others: drafts of low confidence were rejected, and passes cost."""
+    now = [0.0]
+    policy = Policy([1, 2, 3], clock=lambda: now[0])
+
+    def round_of(drafted, verified, seconds, outcomes):
+        policy.begin()
+        now[0] += seconds
+        policy.end(drafted, verified, outcomes)
+
+    for _ in range(4):
+        round_of(False, 0, 1.0, [([], 0, 1)])
+    for kept in (3, 2, 1, 3, 2, 1, 3, 3):
+        round_of(True, kept, 1.0 + 0.45 * kept, [([0.9, 0.9, 0.9], kept, kept + 1), ([0.2, 0.2, 0.2], 0, 1)])
+    return policy
+
+
+@pytest.mark.parametrize("setting", ["T=1", "T=0.7", "repetition penalty"])
+def test_drafts_that_a_policy_cuts_keep_the_targets_law(target, setting, monkeypatch):
+    ids = torch.cat([prompt(4, seed=s, vocabulary=V) for s in range(BATCH)])
+    processors = processors_of(target, ids, SETTINGS[setting])
+    single, batch = blocks_of(False)
+    policy, law = experienced_policy(), target_law(target, ids[:1], processors)
+    kept, chains = [{}, {}, {}, {}], {}
+    for draft, mass in naive_drafts(single[0], ids[:1], SETTINGS[setting], None).items():
+        chain = chain_on_the_way_to(draft, 0, batch, ids, processors, monkeypatch)
+        cut = policy.cut([chain.confidence[0].tolist()], SLOTS)
+        chains[draft[:cut]] = spread(chain, 0)
+        kept[cut][draft[:cut]] = kept[cut].get(draft[:cut], 0.0) + mass
+    assert sum(bool(group) for group in kept) > 1  # otherwise nothing depends on the draft
+    laws = [defaultdict(float) for _ in range(SLOTS + 2)]
+    for group in filter(None, kept):
+        for total, part in zip(laws, step_law(group, chains.__getitem__, law), strict=False):
+            for tokens, mass in part.items():
+                total[tokens] += mass
+    assert distance_from_target(laws, law) < 1e-4
+
+
 @pytest.mark.parametrize("tokens", list(product(range(4), repeat=2)), ids=str)
 def test_a_draft_stands_with_probability_p_over_q_and_else_the_rest_is_drawn(tokens, monkeypatch):
     torch.manual_seed(0)
@@ -138,8 +177,10 @@ def test_a_draft_stands_with_probability_p_over_q_and_else_the_rest_is_drawn(tok
 
 def bare_rounds():
     zero = torch.zeros(1, dtype=torch.long)
-    rows = Rows(torch.zeros(1, 20, dtype=torch.long), zero + 4, zero, zero, zero.bool(), 16, None, None, False)
-    return Rounds(None, rows, None, None, None, 2, True)
+    rows = Rows(
+        torch.zeros(1, 20, dtype=torch.long), zero + 4, zero, zero, zero.bool(), zero[0] + 16, None, None, False
+    )
+    return Rounds(None, rows, None, 2, True)
 
 
 class LawOracle(DSpineDraftModel):
@@ -174,17 +215,15 @@ def exact_law(target, ids, processors, length):
 
 
 @pytest.mark.parametrize("setting", [{}, {"temperature": 0.7, "top_k": 6}, {"repetition_penalty": 1.5}], ids=str)
-@pytest.mark.parametrize("adaptive", [False, True])
-def test_draws_of_a_padded_batch_have_the_targets_law(target, setting, adaptive):
+def test_draws_of_a_padded_batch_have_the_targets_law(target, setting):
     torch.manual_seed(7)
     drafter = LawOracle.for_target(target, num_hidden_layers=1, block_size=4, transfer_rank=4, num_candidates=K).eval()
     draws, ids = 3000, prompt(3, vocabulary=V)
     batch = torch.cat([torch.zeros(draws, 2, dtype=torch.long), ids.expand(draws, -1)], dim=1)
     mask = (torch.arange(5) >= 2).long().expand(draws, -1)
     options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
-    out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, adaptive=adaptive, **options)
+    out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, **options)
     assert drafter.generation_stats.accepted > draws / 3
-    processors = processors_of(target, batch[:1], setting)
     expected = exact_law(target, ids, processors_of(target, batch[:1], setting), 4)
     counts = Counter(tuple(row) for row in out[:, 5:].tolist())
     assert chi_square_p(counts, expected, draws) > 1e-3

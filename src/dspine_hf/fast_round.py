@@ -22,7 +22,7 @@ class Rows:
         start: `[batch]`, the first column that is not padding.
         shift: `[batch]`, column minus position.
         done: `[batch]`, rows that take no more tokens.
-        max_length: columns at which a row ends.
+        max_length: columns at which a row ends, a tensor without dimensions.
         eos: `[n]` end-of-sequence ids, or None.
         seen: the table of the repetition penalty, or None.
         padded: whether any row has padding.
@@ -33,7 +33,7 @@ class Rows:
     start: torch.Tensor
     shift: torch.Tensor
     done: torch.Tensor
-    max_length: int
+    max_length: torch.Tensor
     eos: torch.Tensor | None
     seen: SeenTokens | None
     padded: bool
@@ -74,21 +74,27 @@ class Rounds:
     Attributes:
         passes: the target.
         rows: the batch.
-        drafter, view, context: the draft model, its view of the target, its context; None without a drafter.
+        context: the drafter's context; None without a drafter.
         max_slots: the longest draft.
         do_sample: sample, instead of taking the best.
         last_position: the last position that the target has an embedding for, or None.
+        drafter, view: the draft model and its view of the target, put in for each call.
     """
 
     passes: TargetPasses
     rows: Rows
-    drafter: Any
-    view: Any
     context: RaggedDraftCache | None
     max_slots: int
     do_sample: bool
     last_position: int | None = None
+    drafter: Any = field(default=None, init=False)
+    view: Any = field(default=None, init=False)
     chain: Chain | None = field(default=None, init=False)
+
+    def detach(self) -> None:
+        """Lets go of the models; the tensors stay."""
+        self.drafter = self.view = None
+        self.passes.attach(None, None)
 
     # ---- places -----------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -110,13 +111,23 @@ def refuse_target(target: Any, layers: list[Any]) -> None:
         raise ValueError(f"expected layers of full or sliding attention; {name} has {sorted(unknown)}. {way_out}")
 
 
+_COMPILED: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+
+
+def compiled_forward(target: Any) -> Any:
+    """The target's forward pass through torch.compile, made once per target."""
+    if target not in _COMPILED:
+        reference: Any = weakref.ref(target)  # or the value would keep its key alive
+        _COMPILED[target] = torch.compile(lambda **inputs: reference()(**inputs), dynamic=False)
+    return _COMPILED[target]
+
+
 class TargetPasses:
     """
     Runs the target over prompts and drafts of a batch.
 
     Args:
         target: the causal LM.
-        taps: where the drafter's features are in its outputs; None without a drafter.
         model_kwargs: what generate() prepared, the empty cache among it.
         capacity: columns of the static cache.
 
@@ -124,10 +135,10 @@ class TargetPasses:
         ValueError: see [`refuse_target`].
     """
 
-    def __init__(self, target: Any, taps: FeatureTaps | None, model_kwargs: dict[str, Any], capacity: int):
+    def __init__(self, target: Any, model_kwargs: dict[str, Any], capacity: int):
         layers = getattr(find_cache(model_kwargs), "layers", None) or []
         refuse_target(target, layers)
-        self.target, self.taps = target, taps
+        self.attach(target, None)
         self.cache = RaggedCache(len(layers), capacity)
         self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
         windows = {getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers}
@@ -136,12 +147,24 @@ class TargetPasses:
         self._keeps_logits = target._supports_logits_to_keep()
         self._additive = target.dtype if target.dtype.is_floating_point else torch.float32
 
+    def attach(self, target: Any, taps: FeatureTaps | None, compiled: bool = False) -> None:
+        """
+        Puts in a call's models, or takes them out.
+
+        Args:
+            target: the causal LM, or None.
+            taps: where the drafter's features are in its outputs; None without a drafter.
+            compiled: verify with the compiled target.
+        """
+        self.target, self.taps = target, taps
+        self._compiled = compiled_forward(target) if compiled else target
+
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
         """The first pass over left-padded prompts `[batch, length]`; its logits are those of the last row."""
         batch, length = ids.shape
         columns = torch.arange(length, device=ids.device).expand(batch, -1)
         options = {"logits_to_keep": 1} if self._keeps_logits else {}
-        return self._run(ids, mask, positions, Places(columns, length, 0), **options)
+        return self._run(self.target, ids, mask, positions, Places(columns, length, 0), **options)
 
     def verify(self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor | None, places: Places) -> Any:
         """
@@ -158,7 +181,7 @@ class TargetPasses:
         _ACTIVE.verifying = True
         try:
             with borrowed_attention(self.target):
-                return self._run(ids, mask, positions, places)
+                return self._run(self._compiled, ids, mask, positions, places)
         finally:
             _ACTIVE.verifying = False
 
@@ -179,11 +202,13 @@ class TargetPasses:
         mask = torch.zeros(hidden.shape, dtype=self._additive, device=hidden.device)
         return mask.masked_fill_(hidden, torch.finfo(self._additive).min).unsqueeze(1)
 
-    def _run(self, ids: torch.Tensor, mask: Any, positions: torch.Tensor, places: Places, **options: Any) -> Any:
+    def _run(
+        self, run: Any, ids: torch.Tensor, mask: Any, positions: torch.Tensor, places: Places, **options: Any
+    ) -> Any:
         self.cache.places = places
         if self.taps is not None:
             options["output_hidden_states"] = self.taps.request
-        return self.target(
+        return run(
             input_ids=ids,
             attention_mask=mask,
             position_ids=positions,

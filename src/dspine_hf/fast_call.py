@@ -1,0 +1,362 @@
+"""One call of the fast loop: the host's half, which prepares the batch, keeps count and decides what runs next."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from . import graphs
+from .compat_dspine import FeatureTaps
+from .fast_criteria import HostCriteria
+from .fast_round import Rounds, Rows
+from .fast_rows import processed_scores, walk_rows
+from .fast_stats import RoundLog
+from .fast_target import TargetPasses
+from .fast_walk import SeenTokens, active_processors, is_fast
+from .policy import Policy
+from .static_cache import Places, RaggedDraftCache
+from .stats_dspine import store_stats
+from .target_dspine import slots_within_positions
+
+
+@dataclass
+class Options:
+    """
+    What a call of the fast loop takes beyond generate()'s own arguments; see [`dspine_hf.generate`].
+
+    Attributes:
+        streamer: the user's, or None.
+        clock: what `adaptive` measures rounds with, in seconds.
+        recorder: captures a function as a graph.
+    """
+
+    streamer: Any = None
+    adaptive: bool = False
+    use_graphs: bool | None = None
+    compile_target: bool = False
+    clock: Callable[[], float] = time.perf_counter
+    recorder: Callable[..., graphs.Recording] = graphs.record
+
+
+@dataclass
+class Draft:
+    """
+    What a round begins with.
+
+    Attributes:
+        slots: how many tokens may be verified, 0 where nothing was drafted.
+        processors: the processors that are active in this round.
+        fast: whether they run on the device.
+        counts: tokens that are each row's own, where they do not.
+        confidence: `[batch][slots]` once the host has read it.
+    """
+
+    slots: int
+    processors: list[Any]
+    fast: bool
+    counts: list[int]
+    confidence: list[list[float]] | None = None
+
+
+class FastCall:
+    """
+    One call of [`dspine_hf.generate`].
+
+    Args:
+        target, drafter: the two models; no drafter: plain decoding.
+        input_ids: `[batch, length]`.
+        processors, criteria, config, model_kwargs: what generate() prepared.
+        options: the rest.
+    """
+
+    def __init__(
+        self,
+        target: Any,
+        drafter: Any,
+        input_ids: torch.Tensor,
+        processors: Any,
+        criteria: Any,
+        config: Any,
+        model_kwargs: dict[str, Any],
+        options: Options,
+    ):
+        if options.streamer is not None and input_ids.shape[0] > 1:
+            raise ValueError("a streamer shows one text; found a batch. Drop `streamer`, or pass one prompt.")
+        self.target, self.drafter, self.config, self.options = target, drafter, config, options
+        self.prompts = input_ids
+        self.batch, self.prompt_length = input_ids.shape
+        self.processors = list(processors or ())
+        self.do_sample = bool(config.do_sample)
+        self.criteria = HostCriteria(criteria, self.prompt_length)
+        self.text_config = target.config.get_text_config(decoder=True)
+        self._bounded = slots_within_positions(self.text_config, 0) is not None
+        self.device = target.get_input_embeddings().weight.device
+        if self.device.type == "meta":
+            self.device = input_ids.device
+        self.max_slots = 0 if drafter is None else _max_slots(drafter, config)
+        self.lengths = [self.prompt_length] * self.batch
+        self.done = [False] * self.batch
+        self.log = RoundLog(self.batch)
+        self.mask = model_kwargs.get("attention_mask")
+        self.mask = None if self.mask is None else self.mask.to(self.device)
+        self.positions = self._positions(model_kwargs.get("position_ids"))
+        self._prepare(model_kwargs)
+
+    def _positions(self, given: torch.Tensor | None) -> torch.Tensor:
+        """Positions of the prompts `[batch, length]`: the user's, or counted from the first real token."""
+        if given is None:
+            real = torch.ones_like(self.prompts) if self.mask is None else self.mask
+            given = (real.long().cumsum(-1) - 1).clamp(min=0)
+        given = given[0] if given.dim() == 3 else given
+        return given.to(self.device).expand(self.batch, -1)
+
+    # ---- what lives on the device -----------------------------------------------------------------------------
+
+    def _prepare(self, model_kwargs: dict[str, Any]) -> None:
+        """Takes the device's state of an earlier call with the same shapes, or makes it."""
+        block = 1 if self.drafter is None else 1 + self.drafter.config.num_draft_slots
+        capacity, key = self.criteria.max_length + block, None
+        if self._records():
+            capacity = -(-capacity // graphs.CAPACITY_STEP) * graphs.CAPACITY_STEP
+            key = self._key(capacity)
+        kept = None if key is None else graphs.take(self.target, key)
+        rounds = self._make_rounds(model_kwargs, capacity) if kept is None else kept.rounds
+        self._attach(rounds)
+        self._begin(rounds.rows)
+        self.rounds, self._key_of_graphs = rounds, key
+        self.graphed: graphs.GraphedRounds | None = None
+        lengths = list(range(1, self.max_slots + 1))
+        if key is not None:
+            self._kept = graphs.Kept(rounds) if kept is None else kept
+            self.graphed = graphs.GraphedRounds(self._kept, self.processors, self.options.recorder)
+            lengths = graphs.draft_lengths(self.max_slots)
+        self._allowed = [0, *lengths]
+        self.policy = Policy(lengths, self.options.clock) if self.options.adaptive and self.max_slots else None
+        # The next draft is launched before the host reads the last round where nothing on the host can change it.
+        unbound = self.graphed is not None and not self._bounded and not self.criteria.needs_text
+        self._ahead = unbound and self.policy is not None
+
+    def _records(self) -> bool:
+        """Whether this call replays graphs."""
+        if self.options.use_graphs is False:
+            return False
+        able = graphs.can_record(self.target) or self.options.recorder is not graphs.record
+        lasting = is_fast(self.processors) and graphs.signature(self.processors) is not None
+        return able and lasting
+
+    def _key(self, capacity: int) -> tuple:
+        """All that the recorded kernels depend on."""
+        drafter = None if self.drafter is None else id(self.drafter)
+        eos = None if self.criteria.eos is None else tuple(self.criteria.eos.tolist())
+        padded = self.mask is not None and not bool(self.mask.all())
+        shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
+        kinds = (graphs.signature(self.processors), self.options.compile_target, self.text_config._attn_implementation)
+        return (*shape, *kinds, graphs.addresses(self.target, self.drafter))
+
+    def _make_rounds(self, model_kwargs: dict[str, Any], capacity: int) -> Rounds:
+        context = None
+        if self.drafter is not None:
+            context = RaggedDraftCache(self.drafter.config.num_hidden_layers, capacity)
+        passes = TargetPasses(self.target, model_kwargs, capacity)
+        learned = getattr(self.text_config, "rope_parameters", None) is None
+        limit = getattr(self.text_config, "max_position_embeddings", None) if learned else None
+        last_position = None if limit is None else limit - 1
+        return Rounds(passes, self._make_rows(capacity), context, self.max_slots, self.do_sample, last_position)
+
+    def _make_rows(self, capacity: int) -> Rows:
+        length = torch.zeros(self.batch, dtype=torch.long, device=self.device)
+        penalties = [p for p in self.processors if hasattr(p, "prompt_ignore_length")]
+        seen = None
+        if len(penalties) == 1:
+            vocab_size = self.target.get_output_embeddings().weight.shape[0]
+            seen = SeenTokens(penalties[0], self.batch, vocab_size, self.device)
+        return Rows(
+            torch.zeros(self.batch, capacity, dtype=torch.long, device=self.device),
+            length,
+            torch.zeros_like(length),
+            torch.zeros_like(length),
+            torch.zeros_like(length, dtype=torch.bool),
+            torch.zeros((), dtype=torch.long, device=self.device),
+            None if self.criteria.eos is None else self.criteria.eos.to(self.device),
+            seen,
+            self.mask is not None and not bool(self.mask.all()),
+        )
+
+    def _attach(self, rounds: Rounds) -> None:
+        """Puts the call's models into its rounds."""
+        taps = None
+        if self.drafter is not None:
+            taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
+            rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
+        rounds.passes.attach(self.target, taps, self.options.compile_target)
+
+    def _begin(self, rows: Rows) -> None:
+        """Writes the prompts into the batch's state."""
+        ids = self.prompts.to(self.device)
+        rows.tokens.zero_()
+        rows.tokens[:, : self.prompt_length] = ids
+        rows.length.fill_(self.prompt_length)
+        rows.start.zero_()
+        if self.mask is not None:
+            rows.start.copy_((self.mask == 0).sum(-1))
+        rows.shift.copy_(self.prompt_length - 1 - self.positions[:, -1])
+        rows.done.fill_(False)
+        rows.max_length.fill_(self.criteria.max_length)
+        if rows.seen is not None:
+            rows.seen.begin(ids)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def run(self) -> Any:
+        """Prefill, rounds until every row is done, and the result."""
+        try:
+            self._take(self._prefill(), Draft(0, [], True, [0] * self.batch), 0, None)
+            draft: Draft | None = None
+            while not all(self.done):
+                if self.policy is not None:
+                    self.policy.begin()
+                draft = self._draft() if draft is None else draft
+                kept = self._cut(draft)
+                report = self._verify(draft, kept)
+                following = self._draft(ahead=1 + kept) if self._ahead else None
+                self._take(report, draft, kept, following)
+                draft = following
+            return self._finish()
+        finally:
+            if self._key_of_graphs is not None:
+                graphs.keep(self.target, self._key_of_graphs, self._kept)
+
+    def _prefill(self) -> torch.Tensor:
+        """Reads the prompts and decides every row's first token with the processors on the whole batch."""
+        rounds = self.rounds
+        ids = rounds.rows.tokens[:, : self.prompt_length]
+        outputs = rounds.passes.prefill(ids, self.mask, self.positions)
+        if rounds.context is not None:
+            columns = torch.arange(self.prompt_length, device=self.device).expand(self.batch, -1)
+            rounds.context.places = Places(columns, self.prompt_length, 0)
+            rounds.extend(outputs, self.positions)
+        scores = outputs.logits[:, -1].to(torch.float32, copy=True).to(self.device)
+        for processor in self.processors:
+            scores = processor(ids, scores)
+        return rounds.accept(scores[:, None], None, None, None)
+
+    def _open(self) -> list[int]:
+        """The lengths of the rows that are not done."""
+        return [length for length, done in zip(self.lengths, self.done, strict=True) if not done]
+
+    def _room(self) -> int:
+        """How many tokens may be drafted, so that no row's pass goes where passes of one token would not."""
+        slots = min(self.max_slots, self.criteria.max_length - min(self._open()) - 1)
+        if slots > 0 and self._bounded:
+            shift = self.rounds.rows.shift.tolist()
+            for length, offset, done in zip(self.lengths, shift, self.done, strict=True):
+                if not done:
+                    slots = min(slots, slots_within_positions(self.text_config, length - 1 - offset) or 0)
+        return max(length for length in self._allowed if length <= max(0, slots))
+
+    def _shared_column(self) -> int | None:
+        return self.lengths[0] - 1 if len(set(self.lengths)) == 1 else None
+
+    def _draft(self, ahead: int = 0) -> Draft:
+        """
+        Drafts a block for every row, where there is room and it pays.
+
+        Args:
+            ahead: columns that rows may have taken since the host last looked.
+        """
+        rounds, nothing = self.rounds, [0] * self.batch
+        processors = active_processors(self.processors, min(self._open()))
+        fast, slots = is_fast(processors), self._room()
+        rounds.chain = None
+        if not slots or (fast and self.policy is not None and not self.policy.wants_draft()):
+            return Draft(0, processors, fast, nothing)
+        columns = max(self.lengths) + ahead + rounds.drafter.config.num_draft_slots
+        if self.graphed is not None:
+            self.graphed.draft(columns)
+            return Draft(slots, processors, True, nothing)
+        block = rounds.draft(processors if fast else None, columns, self._shared_column())
+        if fast:
+            return Draft(slots, processors, True, nothing)
+        rounds.chain, counts = walk_rows(rounds, block, processors, self.lengths, self.done, slots)
+        return Draft(max(counts), processors, False, counts)
+
+    def _cut(self, draft: Draft) -> int:
+        """How many drafted tokens this round verifies."""
+        if not draft.slots or not draft.fast or self.policy is None:
+            return draft.slots
+        if draft.confidence is None:
+            assert self.rounds.chain is not None
+            draft.confidence = self.rounds.chain.confidence.tolist()
+        rows = [values for values, done in zip(draft.confidence, self.done, strict=True) if not done]
+        return self.policy.cut(rows, draft.slots)
+
+    def _verify(self, draft: Draft, kept: int) -> torch.Tensor:
+        """Runs the target over `kept` drafts of every row; see [`Rows.append`] for what it returns."""
+        rounds, columns = self.rounds, max(self.lengths) + kept
+        if self.graphed is not None:
+            return self.graphed.verify(kept, columns + 1 + self.max_slots)
+        first = self._shared_column()
+        if draft.fast:
+            return rounds.verify(1 + kept, draft.processors, columns, first)
+        drafts = None if rounds.chain is None else rounds.chain.tokens
+        logits = rounds.target_logits(drafts, columns, first)
+        scores = processed_scores(rounds, logits, drafts, draft.processors, self.lengths, draft.counts, self.done)
+        return rounds.accept(scores, drafts, rounds.chain, torch.tensor(draft.counts, device=self.device))
+
+    def _take(self, report: torch.Tensor, draft: Draft, kept: int, following: Draft | None) -> None:
+        """Reads what a round decided, and how sure the next draft is: the one look at the device."""
+        width = report.shape[1]
+        if following is not None and following.slots:
+            assert self.rounds.chain is not None
+            packed = torch.cat([report.double(), self.rounds.chain.confidence.double()], dim=1).tolist()
+            following.confidence = [values[width:] for values in packed]
+            found = [[int(value) for value in values[:width]] for values in packed]
+        else:
+            found = report.tolist()
+        outcomes, cuts = [], {}
+        for row, (count, done, agreed, *tokens) in enumerate(found):
+            if self.done[row]:
+                continue
+            stop = self.criteria.stop(self.rounds.rows.tokens[row : row + 1], self.lengths[row], count)
+            if stop is not None:
+                count, done, cuts[row] = stop, 1, self.lengths[row] + stop
+            if self.lengths[row] > self.prompt_length:
+                own = kept if draft.fast else draft.counts[row]
+                self.log.add(row, self.lengths[row] - self.prompt_length, own, agreed, count)
+                outcomes.append((draft.confidence[row] if draft.confidence else [], agreed, count))
+            self.lengths[row] += count
+            self.done[row] = bool(done)
+            if self.options.streamer is not None:
+                for token in tokens[:count]:
+                    self.options.streamer.put(torch.tensor([token]))
+        for row, length in cuts.items():
+            self.rounds.rows.length[row] = length
+            self.rounds.rows.done[row] = True
+        if self.policy is not None and draft.fast and outcomes:
+            self.policy.end(draft.slots > 0, kept, outcomes)
+
+    def _finish(self) -> Any:
+        """Pads what lies behind each row's end, and counts."""
+        if self.options.streamer is not None:
+            self.options.streamer.end()
+        longest = max(self.lengths)
+        sequences = self.rounds.rows.tokens[:, :longest].clone()
+        pad = getattr(self.config, "_pad_token_tensor", None)
+        behind = torch.arange(longest, device=self.device) >= self.rounds.rows.length[:, None]
+        sequences = sequences.masked_fill_(behind, 0 if pad is None else int(pad)).to(self.prompts.device)
+        if self.drafter is not None:
+            store_stats(self.drafter, self.log.stats([length - self.prompt_length for length in self.lengths]))
+        if self.config.return_dict_in_generate:
+            return GenerateDecoderOnlyOutput(sequences=sequences)
+        return sequences
+
+
+def _max_slots(drafter: Any, config: Any) -> int:
+    """The longest draft that the drafter and both configs allow."""
+    own = getattr(getattr(drafter, "generation_config", None), "num_assistant_tokens", None)
+    limits = (drafter.config.num_draft_slots, config.num_assistant_tokens, own)
+    return min(int(limit) for limit in limits if limit is not None)

@@ -1,0 +1,197 @@
+"""CUDA graphs of the two halves of a round, kept from one call to the next.
+
+A graph replays kernels on fixed addresses. So the batch's state, the caches and the drafts live in tensors that stay:
+a [`Kept`] entry holds them between calls, without the models, which may be freed in the meantime.
+"""
+
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .fast_round import Rounds
+from .fast_walk import Chain
+from .target_dspine import slots_within_positions
+
+WARM_UPS = 2
+FIRST_BUCKET = 512
+CAPACITY_STEP = 256
+ENTRIES_PER_TARGET = 2
+
+_KEPT: "weakref.WeakKeyDictionary[Any, dict[Any, Kept]]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+@dataclass
+class Recording:
+    """One captured function: what replays it, and what it returned."""
+
+    replay: Callable[[], None]
+    result: Any
+
+
+def record(run: Callable[[], Any], pool: Any) -> Recording:
+    """Captures `run` as a CUDA graph after running it on a side stream, as torch asks for."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UPS):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = run()
+    return Recording(graph.replay, result)
+
+
+@dataclass
+class Kept:
+    """
+    What outlives a call: the device's state and the graphs over it.
+
+    Attributes:
+        rounds: the device's half of the call.
+        recordings: by what they run and over how many columns.
+        chains: the drafts that each recorded draft writes, by columns.
+    """
+
+    rounds: Rounds
+    recordings: dict[tuple, Recording] = field(default_factory=dict)
+    chains: dict[int, Chain] = field(default_factory=dict)
+    pool: Any = None
+
+
+class GraphedRounds:
+    """
+    Runs the halves of a round as graphs.
+
+    Args:
+        kept: the state, with its models in place.
+        processors: the call's processors, all of them fast; they are part of the graphs.
+        recorder: captures a function; another one is for tests.
+    """
+
+    def __init__(self, kept: Kept, processors: list[Any], recorder: Callable[..., Recording] = record):
+        self._kept, self._processors, self._recorder = kept, processors, recorder
+        self.rounds = kept.rounds
+        self._columns = 0
+
+    def draft(self, used: int) -> None:
+        """Drafts and walks; `used` bounds the columns in use from above."""
+        self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
+        self._run(("draft",), lambda: self.rounds.draft(self._processors, self._columns, None))
+        self.rounds.chain = self._kept.chains.setdefault(self._columns, self.rounds.chain)  # type: ignore[arg-type]
+
+    def verify(self, drafts: int, used: int) -> torch.Tensor:
+        """Verifies the first `drafts` tokens of the last draft; see [`Rounds.append`] for what it returns."""
+        if drafts:  # the draft lies where its graph wrote it
+            key = ("verify", drafts, self._columns)
+        else:
+            self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
+            key = ("verify", 0, self._columns)
+        return self._run(key, lambda: self.rounds.verify(1 + drafts, self._processors, self._columns, None))
+
+    def _run(self, key: tuple, run: Callable[[], Any]) -> Any:
+        key = (*key, self._columns)
+        found = self._kept.recordings.get(key)
+        if found is None:
+            with frozen(self.rounds):
+                if self._kept.pool is None and torch.cuda.is_available():
+                    self._kept.pool = torch.cuda.graph_pool_handle()
+                found = self._recorder(run, self._kept.pool)
+            self._kept.recordings[key] = found
+        found.replay()
+        return found.result
+
+
+@contextmanager
+def frozen(rounds: Rounds) -> Iterator[None]:
+    """While it lasts, rounds change no row: every row counts as done. Nothing else that they write is looked at."""
+    rows = rounds.rows
+    done = rows.done.clone()
+    seen = None if rows.seen is None else rows.seen.table.clone()
+    rows.done.fill_(True)
+    try:
+        yield
+    finally:
+        rows.done.copy_(done)
+        if rows.seen is not None:
+            rows.seen.table.copy_(seen)
+
+
+def column_bucket(used: int, capacity: int) -> int:
+    """How many columns a graph looks at: a power of two that holds `used`, at most all."""
+    bucket = FIRST_BUCKET
+    while bucket < used:
+        bucket *= 2
+    return min(bucket, capacity)
+
+
+def draft_lengths(slots: int) -> list[int]:
+    """The numbers of drafts that graphs verify: 1, 3, 7, .. and the whole draft: passes of 2, 4, 8, .. rows."""
+    lengths, length = [], 1
+    while length < slots:
+        lengths.append(length)
+        length = 2 * length + 1
+    return [*lengths, slots] if slots else []
+
+
+def signature(processors: list[Any]) -> tuple | None:
+    """What processors put into a graph; None when one of them holds more than plain values."""
+    parts = []
+    for processor in processors:
+        values = tuple(sorted(vars(processor).items()))
+        if any(not isinstance(value, (int, float, bool, str, type(None))) for _, value in values):
+            return None
+        parts.append((type(processor).__name__, values))
+    return tuple(parts)
+
+
+def addresses(*models: Any) -> int:
+    """A number that changes when a weight of the models moves: graphs read the old place."""
+    places = [tensor.data_ptr() for model in models if model is not None for tensor in model.parameters()]
+    return hash(tuple(places))
+
+
+def can_record(target: Any) -> bool:
+    """Whether the target's passes may be captured: one CUDA device, no rotary table that is chosen on the host."""
+    devices = {parameter.device for parameter in target.parameters()}
+    text = target.config.get_text_config(decoder=True)
+    on_host = bool(getattr(text, "rope_parameters", None)) and slots_within_positions(text, 0) is not None
+    return len(devices) == 1 and next(iter(devices)).type == "cuda" and not on_host
+
+
+def take(target: Any, key: Any) -> Kept | None:
+    """What an earlier call kept under `key`; it is this call's alone until it is put back."""
+    with _LOCK:
+        return _KEPT.get(target, {}).pop(key, None)
+
+
+def keep(target: Any, key: Any, kept: Kept) -> None:
+    """Keeps a call's state and graphs for the next; of a target's entries only the latest stay."""
+    kept.rounds.detach()
+    with _LOCK:
+        entries = _KEPT.setdefault(target, {})
+        entries[key] = kept
+        while len(entries) > ENTRIES_PER_TARGET:
+            entries.pop(next(iter(entries)))
+
+
+def release(target: Any) -> None:
+    """Frees what calls with this target kept: caches and graphs."""
+    with _LOCK:
+        _KEPT.pop(target, None)
+
+
+def warn_of_failed_capture(error: Exception) -> None:
+    """Says that a call goes on without graphs, and why."""
+    warnings.warn(
+        f"expected to capture CUDA graphs of this target; found: {str(error).splitlines()[0]} Going on without; pass "
+        "use_graphs=False to skip the attempt.",
+        stacklevel=2,
+    )
