@@ -111,9 +111,9 @@ def launch_shape(q: torch.Tensor, k: torch.Tensor, splits: int) -> dict[str, int
     batch, heads, rows, head_dim = q.shape
     kv_heads, capacity = k.shape[1:3]
     packed = rows * (heads // kv_heads)
-    wide = head_dim > 128 or q.dtype == torch.float32
-    block_m = min(max(next_power_of_2(packed), 16), 32 if wide and q.dtype == torch.float32 else 64)
-    block_n = 32 if wide else 64
+    exact = q.dtype is torch.float32  # products run on the ordinary units, in registers
+    block_m = min(max(next_power_of_2(packed), 16), 16 if exact else 64)
+    block_n = 16 if exact else (32 if head_dim > 128 else 64)
     tiles = triton.cdiv(packed, block_m)
     if splits == 0:
         programs = INTERPRETED_PROGRAMS

@@ -111,8 +111,10 @@ def _split(programs: int, d: int, block: int) -> tuple[int, int]:
     return triton.cdiv(d, length), length
 
 
-def _write_tile(M: int, d: int) -> tuple[int, int, int]:
+def _write_tile(M: int, d: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Rows and columns of one program of the product with U, and its warps."""
+    if dtype is torch.float32:
+        return (64, 64, 8) if M >= 1024 else (16, 64, 4)
     if M >= 4096:
         return 128, 128, 8
     if triton.cdiv(M, 64) * triton.cdiv(d, 128) >= PROGRAMS // 2:
@@ -138,12 +140,13 @@ def _pair_write(
         return out
     dots = product_options(h.dtype)
     tiles, columns = triton.cdiv(M, 16), triton.cdiv(r, 32)
-    splits, length = _split(tiles * columns, d, 128)
+    block_d = 128 if h.dtype.itemsize == 2 else 32  # fp32 products run on the ordinary units, in registers
+    splits, length = _split(tiles * columns, d, block_d)
     x = h.new_empty(splits, M, r, dtype=torch.float32)
     squares = h.new_empty(splits, M, dtype=torch.float32)
     _project_kernel[(tiles, columns, splits)](
         h, n_weight, A, x, squares, *h.stride()[:2], A.stride(0), slots, M, d, r, length,
-        BLOCK_M=16, BLOCK_N=32, BLOCK_D=128, num_warps=4, num_stages=3, **dots,
+        BLOCK_M=16, BLOCK_N=32, BLOCK_D=block_d, num_warps=4, num_stages=3, **dots,
     )  # fmt: skip
     g = h.new_empty(M, pairs, r)
     block_m = 64 if M * pairs >= 2048 else (32 if M * pairs >= 512 else 16)
@@ -151,7 +154,7 @@ def _pair_write(
         x, squares, s, B, b, g, *s.stride()[:3], B.stride(0), slots, pairs, M, d, r, eps,
         SPLITS=splits, BLOCK_M=block_m, BLOCK_N=64, BLOCK_R=64, num_warps=4, num_stages=2, **dots,
     )  # fmt: skip
-    block_m, block_n, warps = _write_tile(M * pairs, d)
+    block_m, block_n, warps = _write_tile(M * pairs, d, h.dtype)
     _write_kernel[(triton.cdiv(M * pairs, block_m), triton.cdiv(d, block_n))](
         g, h, U, out, *h.stride()[:2], U.stride(0), slots, pairs, M, d, r,
         BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_R=64, num_warps=warps, num_stages=3, **dots,
@@ -293,12 +296,13 @@ def _pair_scores(
     out = hidden.new_empty(rows, slots, P, C, dtype=torch.float32)
     if not out.numel():
         return out
-    splits, length = _split(M, d, 128)
+    widen = hidden.dtype != head_weight.dtype
+    block_d = 32 if widen or hidden.dtype is torch.float32 else 128
+    splits, length = _split(M, d, block_d)
     part = squares = out
     if splits > 1:
         part = out.new_empty(splits, M, P, C)
         squares = out.new_empty(splits, M, P)
-    widen = hidden.dtype != head_weight.dtype
     shape = {
         "P": P, "C": C, "P_PAD": max(16, next_power_of_2(P)), "C_PAD": max(16, next_power_of_2(C)), "SPLITS": splits,
         "HAS_BIAS": bias is not None, "HAS_CAP": softcap != 0.0, "num_warps": 4,
@@ -308,7 +312,8 @@ def _pair_scores(
         hidden, norm_weight, head_weight, candidates, bias, part, squares, out,
         *hidden.stride()[:3], head_weight.stride(0), *candidates.stride()[:2],
         slots, M, d, length, eps, scale, softcap,
-        BLOCK_D=128, WIDEN=widen, num_stages=3, **shape, **product_options(torch.float32 if widen else hidden.dtype),
+        BLOCK_D=block_d, WIDEN=widen, num_stages=3, **shape,
+        **product_options(torch.float32 if widen else hidden.dtype),
     )  # fmt: skip
     if splits > 1:
         _scores_sum_kernel[(M,)](
