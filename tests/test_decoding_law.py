@@ -82,9 +82,9 @@ def chain_on_the_way_to(draft, row, batch, ids, processors, monkeypatch):
     places = torch.zeros(BATCH, SLOTS, dtype=torch.long)
     places[row] = torch.tensor([batch.candidates[row, slot].tolist().index(t) for slot, t in enumerate(draft)])
     penalties = [p for p in processors if hasattr(p, "penalty")]
-    seen = SeenTokens(penalties[0], BATCH, V, "cpu") if penalties else None
+    seen = SeenTokens(penalties[0].penalty, BATCH, V, "cpu") if penalties else None
     if seen is not None:
-        seen.begin(ids)
+        seen.begin(penalties[0], ids)
     with monkeypatch.context() as patch:
         patch.setattr(fast_walk, "noise_like", loaded_noise(places))
         chain = walk_batch(batch, list(processors), seen, True)
@@ -124,7 +124,7 @@ def experienced_policy():
     for _ in range(4):
         round_of(False, 0, 1.0, [([], 0, 1)])
     for kept in (3, 2, 1, 3, 2, 1, 3, 3):
-        round_of(True, kept, 1.0 + 0.45 * kept, [([0.9, 0.9, 0.9], kept, kept + 1), ([0.2, 0.2, 0.2], 0, 1)])
+        round_of(True, kept, 1.0 + (0.0, 0.1, 0.17, 0.205)[kept], [([0.9] * 3, 1, 2), ([0.1] * 3, 0, 1)])
     return policy
 
 

@@ -26,6 +26,7 @@ def generate(
     adaptive: bool = False,
     use_graphs: bool | None = None,
     compile_target: bool = False,
+    fused_attention: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """
@@ -41,6 +42,8 @@ def generate(
         use_graphs: replay each half of a round as a CUDA graph, kept for later calls until
             [`dspine_hf.graphs.release`]; None: where the target allows it.
         compile_target: run the target through torch.compile.
+        fused_attention: verify with the kernel package's attention; None: if the drafter's config asks for fused
+            kernels.
 
     Returns:
         What generate() returns: `[batch, length + new]`, rows that ended early padded with `pad_token_id`.
@@ -66,7 +69,7 @@ def generate(
             stopping_criteria,
             generation_config,
             model_kwargs,
-            Options(streamer, adaptive, use_graphs, compile_target),
+            Options(streamer, adaptive, use_graphs, compile_target, fused_attention),
         )
         return call.run()
 

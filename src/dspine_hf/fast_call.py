@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from . import graphs
@@ -16,6 +17,7 @@ from .fast_rows import processed_scores, walk_rows
 from .fast_stats import RoundLog
 from .fast_target import TargetPasses
 from .fast_walk import SeenTokens, active_processors, is_fast
+from .ops_dspine import EAGER, fused_ops
 from .policy import Policy
 from .static_cache import Places, RaggedDraftCache
 from .stats_dspine import store_stats
@@ -37,6 +39,7 @@ class Options:
     adaptive: bool = False
     use_graphs: bool | None = None
     compile_target: bool = False
+    fused_attention: bool | None = None
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
 
@@ -144,8 +147,13 @@ class FastCall:
         if self.options.use_graphs is False:
             return False
         able = graphs.can_record(self.target) or self.options.recorder is not graphs.record
+        if self.options.use_graphs and not able:
+            raise ValueError(
+                "use_graphs=True: expected a target on one CUDA device whose rotary table does not depend on the "
+                "length; found another. Leave `use_graphs` unset."
+            )
         lasting = is_fast(self.processors) and graphs.signature(self.processors) is not None
-        return able and lasting
+        return able and lasting and (self.options.use_graphs or not graphs.is_uncapturable(self.target))
 
     def _key(self, capacity: int) -> tuple:
         """All that the recorded kernels depend on."""
@@ -153,8 +161,9 @@ class FastCall:
         eos = None if self.criteria.eos is None else tuple(self.criteria.eos.tolist())
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
-        kinds = (graphs.signature(self.processors), self.options.compile_target, self.text_config._attn_implementation)
-        return (*shape, *kinds, graphs.addresses(self.target, self.drafter))
+        how = (self.options.compile_target, self.options.fused_attention, self.text_config._attn_implementation)
+        signature = graphs.signature(self.processors)
+        return (*shape, *how, signature, graphs.addresses(self.target, self.drafter))
 
     def _make_rounds(self, model_kwargs: dict[str, Any], capacity: int) -> Rounds:
         context = None
@@ -168,11 +177,10 @@ class FastCall:
 
     def _make_rows(self, capacity: int) -> Rows:
         length = torch.zeros(self.batch, dtype=torch.long, device=self.device)
-        penalties = [p for p in self.processors if hasattr(p, "prompt_ignore_length")]
-        seen = None
+        seen, penalties = None, self._penalties()
         if len(penalties) == 1:
             vocab_size = self.target.get_output_embeddings().weight.shape[0]
-            seen = SeenTokens(penalties[0], self.batch, vocab_size, self.device)
+            seen = SeenTokens(penalties[0].penalty, self.batch, vocab_size, self.device)
         return Rows(
             torch.zeros(self.batch, capacity, dtype=torch.long, device=self.device),
             length,
@@ -185,13 +193,20 @@ class FastCall:
             self.mask is not None and not bool(self.mask.all()),
         )
 
+    def _penalties(self) -> list[Any]:
+        return [p for p in self.processors if type(p) is RepetitionPenaltyLogitsProcessor]
+
     def _attach(self, rounds: Rounds) -> None:
         """Puts the call's models into its rounds."""
-        taps = None
+        taps, ops = None, EAGER if self.drafter is None else self.drafter.ops
+        if self.options.fused_attention is not None:
+            asked = self.options.fused_attention
+            ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER
+        attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
-        rounds.passes.attach(self.target, taps, self.options.compile_target)
+        rounds.passes.attach(self.target, taps, attend, self.options.compile_target)
 
     def _begin(self, rows: Rows) -> None:
         """Writes the prompts into the batch's state."""
@@ -206,7 +221,7 @@ class FastCall:
         rows.done.fill_(False)
         rows.max_length.fill_(self.criteria.max_length)
         if rows.seen is not None:
-            rows.seen.begin(ids)
+            rows.seen.begin(self._penalties()[0], ids)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 
@@ -223,6 +238,7 @@ class FastCall:
                 kept = self._cut(draft)
                 report = self._verify(draft, kept)
                 following = self._draft(ahead=1 + kept) if self._ahead else None
+                following = following if self._ahead else None
                 self._take(report, draft, kept, following)
                 draft = following
             return self._finish()
@@ -275,8 +291,7 @@ class FastCall:
         if not slots or (fast and self.policy is not None and not self.policy.wants_draft()):
             return Draft(0, processors, fast, nothing)
         columns = max(self.lengths) + ahead + rounds.drafter.config.num_draft_slots
-        if self.graphed is not None:
-            self.graphed.draft(columns)
+        if self._replay(lambda graphed: graphed.draft(columns)) is not None or (ahead and self.graphed is None):
             return Draft(slots, processors, True, nothing)
         block = rounds.draft(processors if fast else None, columns, self._shared_column())
         if fast:
@@ -297,8 +312,9 @@ class FastCall:
     def _verify(self, draft: Draft, kept: int) -> torch.Tensor:
         """Runs the target over `kept` drafts of every row; see [`Rows.append`] for what it returns."""
         rounds, columns = self.rounds, max(self.lengths) + kept
-        if self.graphed is not None:
-            return self.graphed.verify(kept, columns + 1 + self.max_slots)
+        report = self._replay(lambda graphed: graphed.verify(kept, columns + 1 + self.max_slots))
+        if report is not None:
+            return report
         first = self._shared_column()
         if draft.fast:
             return rounds.verify(1 + kept, draft.processors, columns, first)
@@ -306,6 +322,20 @@ class FastCall:
         logits = rounds.target_logits(drafts, columns, first)
         scores = processed_scores(rounds, logits, drafts, draft.processors, self.lengths, draft.counts, self.done)
         return rounds.accept(scores, drafts, rounds.chain, torch.tensor(draft.counts, device=self.device))
+
+    def _replay(self, run: Callable[[graphs.GraphedRounds], Any]) -> Any:
+        """Half a round as a graph; None where this call has none, or none any more."""
+        if self.graphed is None:
+            return None
+        try:
+            return run(self.graphed)
+        except graphs.CaptureFailed as error:
+            if self.options.use_graphs:
+                raise
+            graphs.go_on_without(self.target, error)
+            self.graphed = self._key_of_graphs = None
+            self._ahead = False
+            return None
 
     def _take(self, report: torch.Tensor, draft: Draft, kept: int, following: Draft | None) -> None:
         """Reads what a round decided, and how sure the next draft is: the one look at the device."""

@@ -127,7 +127,9 @@ class Rounds:
             self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask
         )
         block = first_slots(block, self.max_slots)
-        self.chain = None if processors is None else walk_batch(block, processors, rows.seen, self.do_sample)
+        self.chain = (
+            None if processors is None else walk_batch(block, processors, rows.seen, self.do_sample, self.drafter.ops)
+        )
         return block
 
     def _draft_mask(self, places: Places, columns: int, first: int | None) -> torch.Tensor | None:
@@ -173,7 +175,7 @@ class Rounds:
         places, positions = self._places(ids.shape[1], columns, first)
         if self.last_position is not None:  # rows that are done stand behind it
             positions = positions.clamp(max=self.last_position)
-        outputs = self.passes.verify(ids, positions, self.rows.start if self.rows.padded else None, places)
+        outputs = self.passes.verify(ids, positions, self.rows.start, self.rows.padded, places)
         if self.context is not None:
             self.context.places = places
             self.extend(outputs, positions)

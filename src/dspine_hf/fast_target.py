@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,23 @@ _LOCK = threading.Lock()
 _BORROWED: dict[int, list[Any]] = {}  # id(config) -> [config, its own attention, how many loops borrow it]
 
 
+@dataclass
+class Verification:
+    """
+    The pass that this thread's target runs.
+
+    Attributes:
+        attend: the fused attention, or None.
+        start, limit: the first visible column of every batch row `[batch]`, and the last of every row `[batch, rows]`.
+        windows: how many columns a row sees (0: all) under the mask at this address.
+    """
+
+    attend: Any
+    start: torch.Tensor
+    limit: torch.Tensor
+    windows: dict[int, int]
+
+
 def _grouped_attention(
     module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
@@ -32,14 +50,21 @@ def _grouped_attention(
     batch, heads, rows, width = query.shape
     groups = heads // key.shape[1]
     extras = ("softcap", "position_bias", "s_aux")
+    verification: Verification | None = getattr(_ACTIVE, "verification", None)
     if (
-        not getattr(_ACTIVE, "verifying", False)
+        verification is None
         or attention_mask is None
         or attention_mask.shape[1] != 1
         or kwargs.get("dropout")
         or any(kwargs.get(name) is not None for name in extras)
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+    if verification.attend is not None and key.shape == value.shape:
+        window = verification.windows[attention_mask.data_ptr()]
+        out = verification.attend(
+            query, key, value, verification.start, verification.limit, scale=kwargs.get("scaling"), window=window
+        )
+        return out.transpose(1, 2), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, width)
         attention_mask = attention_mask.repeat(1, 1, groups, 1) if rows > 1 else attention_mask
@@ -147,16 +172,17 @@ class TargetPasses:
         self._keeps_logits = target._supports_logits_to_keep()
         self._additive = target.dtype if target.dtype.is_floating_point else torch.float32
 
-    def attach(self, target: Any, taps: FeatureTaps | None, compiled: bool = False) -> None:
+    def attach(self, target: Any, taps: FeatureTaps | None, attend: Any = None, compiled: bool = False) -> None:
         """
         Puts in a call's models, or takes them out.
 
         Args:
             target: the causal LM, or None.
             taps: where the drafter's features are in its outputs; None without a drafter.
+            attend: fused attention for verification, as `ops_dspine.verify_attention`; None: there is none.
             compiled: verify with the compiled target.
         """
-        self.target, self.taps = target, taps
+        self.target, self.taps, self._attend = target, taps, attend
         self._compiled = compiled_forward(target) if compiled else target
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
@@ -166,24 +192,34 @@ class TargetPasses:
         options = {"logits_to_keep": 1} if self._keeps_logits else {}
         return self._run(self.target, ids, mask, positions, Places(columns, length, 0), **options)
 
-    def verify(self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor | None, places: Places) -> Any:
+    def verify(
+        self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, padded: bool, places: Places
+    ) -> Any:
         """
         A pass over `[anchor, drafts]`.
 
         Args:
             ids, positions: `[batch, rows]`.
-            start: the first column of every batch row `[batch]`; None: 0.
+            start: the first column of every batch row `[batch]`.
+            padded: whether any of them is not 0.
             places: where the rows go.
         """
-        mask: Any = self._mask(places, start, None if self._mixed else self._window)
+        hidden = start if padded else None
+        full = self._mask(places, hidden, None if self._mixed else self._window)
+        windows = {full.data_ptr(): 0 if self._mixed else self._window or 0}
+        mask: Any = full
         if self._mixed:
-            mask = {"full_attention": mask, "sliding_attention": self._mask(places, start, self._window)}
-        _ACTIVE.verifying = True
+            sliding = self._mask(places, hidden, self._window)
+            mask, windows[sliding.data_ptr()] = (
+                {"full_attention": full, "sliding_attention": sliding},
+                self._window or 0,
+            )
+        _ACTIVE.verification = Verification(self._attend, start, places.index, windows)
         try:
             with borrowed_attention(self.target):
                 return self._run(self._compiled, ids, mask, positions, places)
         finally:
-            _ACTIVE.verifying = False
+            _ACTIVE.verification = None
 
     def features(self, outputs: Any, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """What the drafter reads of a pass: `[batch, rows, taps * d]`."""

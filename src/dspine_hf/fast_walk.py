@@ -8,8 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from .ops_dspine import EAGER, Ops
 from .walk_dspine import ROW_WISE, is_spent
 
 _FLOOR = 1e30
@@ -40,22 +47,22 @@ class SeenTokens:
     The tokens that a repetition penalty counts as repeated, per batch row.
 
     Args:
-        processor: the call's repetition penalty.
+        penalty: of the call's processor.
         batch, vocab_size: shape of the table.
     """
 
-    def __init__(self, processor: RepetitionPenaltyLogitsProcessor, batch: int, vocab_size: int, device: Any):
-        self.penalty = processor.penalty
-        self._ignored = processor.prompt_ignore_length
+    def __init__(self, penalty: float, batch: int, vocab_size: int, device: Any):
+        self.penalty = penalty
         self.table = torch.zeros(batch, vocab_size, dtype=torch.bool, device=device)
 
-    def begin(self, input_ids: torch.Tensor) -> None:
+    def begin(self, processor: RepetitionPenaltyLogitsProcessor, input_ids: torch.Tensor) -> None:
         """Counts the prompts `[batch, length]`, as the processor itself would."""
+        ignored = processor.prompt_ignore_length
         self.table.zero_()
         counted = torch.ones_like(input_ids, dtype=torch.bool)
-        if self._ignored is not None:
+        if ignored is not None:
             places = torch.arange(input_ids.shape[1], device=input_ids.device)
-            counted = counted & (places >= torch.as_tensor(self._ignored, device=input_ids.device).view(-1, 1))
+            counted = counted & (places >= torch.as_tensor(ignored, device=input_ids.device).view(-1, 1))
         for row, ids, keep in zip(self.table, input_ids, counted, strict=True):
             row[ids[keep]] = True
 
@@ -105,7 +112,7 @@ def warp(scores: torch.Tensor, processors: list[Any], seen: SeenTokens | None, t
     return flat.view_as(scores)
 
 
-def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sample: bool) -> Chain:
+def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sample: bool, ops: Ops = EAGER) -> Chain:
     """
     Walks a batch of draft blocks from left to right.
 
@@ -114,7 +121,11 @@ def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sa
         processors: the active processors, all of them fast (see [`is_fast`]).
         seen: the table of the repetition penalty among them, if there is one.
         do_sample: sample, instead of taking the best.
+        ops: the drafter's operations: a fused walk among them takes the usual processors in their usual order.
     """
+    settings = None if ops.walk_chain is EAGER.walk_chain else chain_settings(processors)
+    if settings is not None:
+        return _fused_walk(block, settings, seen, do_sample, ops)
     candidates = block.candidates  # [batch, slots, K]
     first, pairs = _tables(block)  # [batch, K], [batch, slots - 1, R, K]
     if not do_sample:
@@ -129,6 +140,49 @@ def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sa
     if not do_sample:
         return Chain(tokens, chosen_q, candidates)
     return Chain(tokens, q.square().sum(-1), candidates, q, chosen_q)
+
+
+_SETTINGS: dict[type, tuple[str, str]] = {  # in the order of generate()
+    RepetitionPenaltyLogitsProcessor: ("penalty", "repetition_penalty"),
+    TemperatureLogitsWarper: ("temperature", "temperature"),
+    TopKLogitsWarper: ("top_k", "top_k"),
+    TopPLogitsWarper: ("top_p", "top_p"),
+    MinPLogitsWarper: ("min_p", "min_p"),
+}
+
+
+def chain_settings(processors: list[Any]) -> dict[str, float] | None:
+    """The arguments of `ops.walk_chain` that amount to these processors; None where none do."""
+    order, settings = list(_SETTINGS), {}
+    place = -1
+    for processor in processors:
+        kind = type(processor)
+        if kind not in _SETTINGS or order.index(kind) <= place:
+            return None
+        unusual = getattr(processor, "filter_value", float("-inf")) != float("-inf")
+        if unusual or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            return None
+        place = order.index(kind)
+        name, argument = _SETTINGS[kind]
+        settings[argument] = getattr(processor, name)
+    return settings
+
+
+def _fused_walk(block: Any, settings: dict[str, float], seen: SeenTokens | None, do_sample: bool, ops: Ops) -> Chain:
+    candidates = block.candidates
+    if block.transitions is None:
+        first, pairs = block.unary[:, 0], block.unary[:, 1:, None]
+    else:
+        first, pairs = block.transitions.first, block.transitions.pairs
+    noise = noise_like(block.unary) if do_sample else None
+    table = seen.table if seen is not None and "repetition_penalty" in settings else None
+    tokens, index, log_q, chain = ops.walk_chain(
+        candidates, first.float(), pairs.float(), noise=noise, seen=table, **settings
+    )
+    if not do_sample:
+        return Chain(tokens, chain.exp(), candidates)
+    q = log_q.exp()
+    return Chain(tokens, q.square().sum(-1), candidates, q, q.gather(2, index.unsqueeze(-1)).squeeze(-1))
 
 
 def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:

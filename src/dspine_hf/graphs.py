@@ -24,7 +24,12 @@ CAPACITY_STEP = 256
 ENTRIES_PER_TARGET = 2
 
 _KEPT: "weakref.WeakKeyDictionary[Any, dict[Any, Kept]]" = weakref.WeakKeyDictionary()
+_UNCAPTURABLE: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _LOCK = threading.Lock()
+
+
+class CaptureFailed(RuntimeError):
+    """A pass could not be captured as a CUDA graph."""
 
 
 @dataclass
@@ -57,12 +62,11 @@ class Kept:
     Attributes:
         rounds: the device's half of the call.
         recordings: by what they run and over how many columns.
-        chains: the drafts that each recorded draft writes, by columns.
+        pool: the memory that the graphs share.
     """
 
     rounds: Rounds
     recordings: dict[tuple, Recording] = field(default_factory=dict)
-    chains: dict[int, Chain] = field(default_factory=dict)
     pool: Any = None
 
 
@@ -81,20 +85,24 @@ class GraphedRounds:
         self.rounds = kept.rounds
         self._columns = 0
 
-    def draft(self, used: int) -> None:
+    def draft(self, used: int) -> Chain:
         """Drafts and walks; `used` bounds the columns in use from above."""
         self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
-        self._run(("draft",), lambda: self.rounds.draft(self._processors, self._columns, None))
-        self.rounds.chain = self._kept.chains.setdefault(self._columns, self.rounds.chain)  # type: ignore[arg-type]
+        self.rounds.chain = self._run(("draft",), self._chain)
+        assert self.rounds.chain is not None
+        return self.rounds.chain
+
+    def _chain(self) -> Chain | None:
+        self.rounds.draft(self._processors, self._columns, None)
+        return self.rounds.chain
 
     def verify(self, drafts: int, used: int) -> torch.Tensor:
         """Verifies the first `drafts` tokens of the last draft; see [`Rounds.append`] for what it returns."""
-        if drafts:  # the draft lies where its graph wrote it
-            key = ("verify", drafts, self._columns)
+        if drafts:  # over the columns of the draft, which lies where its graph wrote it
+            columns = self._columns
         else:
-            self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
-            key = ("verify", 0, self._columns)
-        return self._run(key, lambda: self.rounds.verify(1 + drafts, self._processors, self._columns, None))
+            columns = self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
+        return self._run(("verify", drafts), lambda: self.rounds.verify(1 + drafts, self._processors, columns, None))
 
     def _run(self, key: tuple, run: Callable[[], Any]) -> Any:
         key = (*key, self._columns)
@@ -103,7 +111,10 @@ class GraphedRounds:
             with frozen(self.rounds):
                 if self._kept.pool is None and torch.cuda.is_available():
                     self._kept.pool = torch.cuda.graph_pool_handle()
-                found = self._recorder(run, self._kept.pool)
+                try:
+                    found = self._recorder(run, self._kept.pool)
+                except RuntimeError as error:
+                    raise CaptureFailed(str(error)) from error
             self._kept.recordings[key] = found
         found.replay()
         return found.result
@@ -145,7 +156,8 @@ def signature(processors: list[Any]) -> tuple | None:
     """What processors put into a graph; None when one of them holds more than plain values."""
     parts = []
     for processor in processors:
-        values = tuple(sorted(vars(processor).items()))
+        # Which tokens a penalty counts is in the batch's state.
+        values = tuple(sorted((k, v) for k, v in vars(processor).items() if k != "prompt_ignore_length"))
         if any(not isinstance(value, (int, float, bool, str, type(None))) for _, value in values):
             return None
         parts.append((type(processor).__name__, values))
@@ -164,6 +176,11 @@ def can_record(target: Any) -> bool:
     text = target.config.get_text_config(decoder=True)
     on_host = bool(getattr(text, "rope_parameters", None)) and slots_within_positions(text, 0) is not None
     return len(devices) == 1 and next(iter(devices)).type == "cuda" and not on_host
+
+
+def is_uncapturable(target: Any) -> bool:
+    """Whether capturing this target has failed before."""
+    return target in _UNCAPTURABLE
 
 
 def take(target: Any, key: Any) -> Kept | None:
@@ -188,8 +205,9 @@ def release(target: Any) -> None:
         _KEPT.pop(target, None)
 
 
-def warn_of_failed_capture(error: Exception) -> None:
-    """Says that a call goes on without graphs, and why."""
+def go_on_without(target: Any, error: Exception) -> None:
+    """Says once that calls with this target run without graphs, and why."""
+    _UNCAPTURABLE.add(target)
     warnings.warn(
         f"expected to capture CUDA graphs of this target; found: {str(error).splitlines()[0]} Going on without; pass "
         "use_graphs=False to skip the attempt.",
