@@ -94,6 +94,65 @@ VLLM = Engine(
     ),
 )
 
+_S = "srt/models/dflash.py"
+_LATTICE = ("candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids")
+_CONTEXT = ("input_ids", "positions", "forward_batch", "input_embeds", "get_embedding", "pp_proxy_tensors")
+
+SGLANG = Engine(
+    "sglang",
+    "0.5.23",
+    (
+        Relied(_S, "DFlashAttention.__init__", "override", ("self", "config", "layer_id", "quant_config", "prefix")),
+        Relied(_S, "DFlashAttention.forward", "override", ("self", "positions", "hidden_states", "forward_batch")),
+        Relied(
+            _S,
+            "DFlashDecoderLayer.__init__",
+            "override",
+            ("self", "config", "layer_id", "attention_conv", "mlp_conv", "quant_config", "prefix"),
+        ),
+        Relied(_S, "DFlashDraftModel.__init__", "override", ("self", "config", "quant_config", "prefix")),
+        Relied(_S, "DFlashDraftModel.forward", "override", ("self", *_CONTEXT)),
+        Relied(_S, "DFlashDraftModel.set_block_size", "override", ("self", "block_size")),
+        Relied(_S, "DFlashDraftModel.load_weights", "override", ("self", "weights")),
+        Relied(_S, "CandidateSelector.build_lattice", "override", ("self", *_LATTICE)),
+        Relied(
+            _S,
+            "CandidateSelector.sample_path",
+            "override",
+            ("self", "candidate_ids", "scores", "uniforms", "temperatures", "greedy_mask"),
+        ),
+        Relied(_S, "DFlash2DraftModel.compute_candidates", "override", ("self", "hidden")),
+        Relied(_S, "DFlash2DraftModel._transform_unary_logits", "call", ("self", "logits")),
+        Relied(
+            "srt/layers/radix_attention.py",
+            "RadixAttention.forward",
+            "call",
+            ("self", "q", "k", "v", "forward_batch", "save_kv_cache"),
+        ),
+        Relied(
+            "srt/speculative/dflash_worker_v2.py",
+            "_selector_lattice",
+            "override",
+            ("draft_model", "pred_hidden", "anchor_token_ids"),
+        ),
+        Relied(
+            "srt/speculative/dflash_worker_v2.py",
+            "DFlashWorkerV2.__init__",
+            "override",
+            ("self", "server_args", "gpu_id", "nccl_port", "target_worker"),
+        ),
+        Relied(
+            "srt/models/registry.py",
+            "_ModelRegistry.register",
+            "call",
+            ("self", "package_name", "overwrite", "strict"),
+        ),
+        Relied(
+            "srt/plugins/hook_registry.py", "HookRegistry.register", "call", ("cls", "target", "hook", "hook_type")
+        ),
+    ),
+)
+
 
 def drift(engine: Engine, root: Path | None = None) -> list[str]:
     """Where the engine's source differs from the table; empty when nothing does.

@@ -62,10 +62,13 @@ class DSpineDecoderLayer(DFlashQwen3DecoderLayer):
         """The SwiGLU half with its residual."""
         return h + self.mlp(self.post_attention_layernorm(h))
 
-    def write(self, h: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        """From the state before the write to the layer's output, with the messages s [.., r]."""
+    def write(self, h: torch.Tensor, messages: torch.Tensor) -> torch.Tensor:
+        """From the state before the write to the layer's output, for every message.
+
+        Shapes: h [blocks, n, K or 1, d], messages [blocks, n, K, r]. Returns the pairs as rows [blocks * n * K, d].
+        """
         assert self.injection is not None, "only a layer with an injection is written to"
-        h = self.injection.write(h, s)
+        h = self.injection.write(h.unsqueeze(0), messages.unsqueeze(0)).flatten(0, 3)
         return self.feed_forward(h) if self.inner_write else h
 
 
@@ -139,13 +142,13 @@ class DSpineModel(DFlashQwen3Model):
             Normed states [blocks, n, K, d].
         """
         blocks, n, k, _ = messages.shape
-        s = messages.flatten(0, 2)
         positions = positions.unsqueeze(-1).expand(-1, -1, k).reshape(-1)
         pairs = PairQueries(blocks, n * k)
-        h = self.layers[self.rewritten].write(state.unsqueeze(2).expand(-1, -1, k, -1).reshape(len(s), -1), s)
+        h = self.layers[self.rewritten].write(state.unsqueeze(2), messages)
         for layer in self.layers[self.rewritten + 1 :]:
             h = layer.attend_pairs(positions, h, pairs)
-            h = layer.write(h if layer.inner_write else layer.feed_forward(h), s)
+            h = h if layer.inner_write else layer.feed_forward(h)
+            h = layer.write(h.view(blocks, n, k, -1), messages)
         return self.norm(h).view(blocks, n, k, -1)
 
 
@@ -264,7 +267,7 @@ def refuse_what_is_not_supported(vllm_config: VllmConfig) -> None:
         ),
         (
             own.context_window is not None,
-            f"context_window={own.context_window} is not supported by the engines; use the drafter in Transformers.",
+            f"context_window={own.context_window} is not supported with vLLM; use the drafter in Transformers.",
         ),
         (
             str(spec.kv_cache_dtype or vllm_config.cache_config.cache_dtype).startswith(("fp8", "int", "nvfp4")),
