@@ -18,7 +18,7 @@ from ._runtime import MAX_RANK, next_power_of_2, refuse_unlike
 from ._tiles import product, product_options
 
 PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
-MAX_SPLITS = 8
+MAX_SPLITS = 4
 
 
 @triton.jit
@@ -65,59 +65,62 @@ def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.co
 @triton.jit
 def _gate_kernel(
     x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, slots, M, d, r, eps,
-    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """z [M, r] fp32 and g [M, r]. Slot m needs z of m - 1, so the last program along m also sees m = M."""
+    dtype = g_ptr.dtype.element_ty
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    k = tl.arange(0, RANK)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     first = (m % slots == 0)[:, None]  # slot 1, whose message is phi(anchor)
-    block = (m // slots).to(tl.int64)[:, None] * r
+    anchor_at = anchor_ptr + (m // slots).to(tl.int64)[:, None] * r
     known = ((m > 0) & (m <= M))[:, None]  # m - 1 is a slot
     here = (m < M)[:, None]
-    inside, inside_n = (k < r)[None, :], (n < r)[None, :]
 
-    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
+    row = tl.arange(0, RANK)
+    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(row < r, row, 2 * r), known, M, d, r, eps, SPLITS)
     scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
-    z = P_n * scale  # z of m - 1
     if tl.program_id(1) == 0:
-        tl.store(z_ptr + (m - 1).to(tl.int64)[:, None] * r + k[None, :], z, mask=known & inside)
-    anchor = tl.load(anchor_ptr + block + k[None, :], mask=here & first & inside, other=0.0).to(tl.float32)
-    s = tl.where(first, anchor, z).to(g_ptr.dtype.element_ty)
+        z_at = z_ptr + (m - 1).to(tl.int64)[:, None] * r + row[None, :]
+        tl.store(z_at, P_n * scale, mask=known & (row < r)[None, :])
 
-    B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & inside, other=0.0)
-    b = tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)
-    A_n = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)
-    logit = product(s, B, A_n + b[None, :], PRECISION, UPCAST)
-
-    z_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
-    anchor_n = tl.load(anchor_ptr + block + n[None, :], mask=here & first & inside_n, other=0.0).to(tl.float32)
-    g = tl.where(first, anchor_n, z_n) * tl.sigmoid(logit)
-    tl.store(g_ptr + m.to(tl.int64)[:, None] * r + n[None, :], g.to(g_ptr.dtype.element_ty), mask=here & inside_n)
+    acc = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)  # A n
+    acc += tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)[None, :]
+    for start in range(0, r, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        z = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS) * scale
+        anchor = tl.load(anchor_at + k[None, :], mask=here & first & (k < r)[None, :], other=0.0)
+        s = tl.where(first, anchor.to(tl.float32), z).to(dtype)
+        B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
+        acc = product(s, B, acc, PRECISION, UPCAST)
+    z = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
+    anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0)
+    g = tl.where(first, anchor.to(tl.float32), z).to(dtype).to(tl.float32) * tl.sigmoid(acc)
+    tl.store(g_ptr + m.to(tl.int64)[:, None] * r + n[None, :], g.to(dtype), mask=here & (n < r)[None, :])
 
 
 @triton.jit
 def _write_kernel(
     h_ptr, g_ptr, U_ptr, out_ptr, slots, rows, d, r,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, RANK: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out = h + U g for every slot of every block; slot 0 gets no message."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # block * B + slot
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, RANK)
     slot = row % (slots + 1)
-    m = row // (slots + 1) * slots + slot - 1
-    inside = (k < r)[None, :]
-    g_at = g_ptr + m.to(tl.int64)[:, None] * r + k[None, :]
-    g = tl.load(g_at, mask=((row < rows) & (slot > 0))[:, None] & inside, other=0.0)
-    U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & inside, other=0.0)
+    written = ((row < rows) & (slot > 0))[:, None]
+    g_at = g_ptr + (row // (slots + 1) * slots + slot - 1).to(tl.int64)[:, None] * r
     at = row.to(tl.int64)[:, None] * d + n[None, :]
     mask = (row < rows)[:, None] & (n < d)[None, :]
     h = tl.load(h_ptr + at, mask=mask, other=0.0)
-    new = product(g, U, h.to(tl.float32), PRECISION, UPCAST)
-    tl.store(out_ptr + at, new.to(h.dtype), mask=mask)
+    acc = h.to(tl.float32)
+    for start in range(0, r, BLOCK_K):
+        k = start + tl.arange(0, BLOCK_K)
+        g = tl.load(g_at + k[None, :], mask=written & (k < r)[None, :], other=0.0)
+        U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
+        acc = product(g, U, acc, PRECISION, UPCAST)
+    tl.store(out_ptr + at, acc.to(h.dtype), mask=mask)
 
 
 def _tile(n: int, most: int) -> int:
@@ -127,7 +130,7 @@ def _tile(n: int, most: int) -> int:
 
 def _split(programs: int, d: int, block: int) -> tuple[int, int]:
     """Into how many parts to cut d so that about PROGRAMS programs run, and the length of a part."""
-    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, 4 * block), MAX_SPLITS)
+    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, 2 * block), MAX_SPLITS)
     length = triton.cdiv(triton.cdiv(d, splits), block) * block
     return triton.cdiv(d, length), length
 
@@ -144,7 +147,8 @@ def _gated_injection(
     if not M:
         return out.copy_(h), z
     RANK, dots = max(16, next_power_of_2(r)), product_options(h.dtype)
-    BLOCK_M, BLOCK_N, BLOCK_D = _tile(M, 64), 32 if r >= 64 else 16, _tile(d, 128)
+    wide, BLOCK_M = h.dtype is torch.float32, _tile(M, 64)
+    BLOCK_N, BLOCK_D = (16, _tile(d, 64 if wide else 256)) if BLOCK_M == 16 else (32, _tile(d, 32 if wide else 128))
     tiles = triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N)
     splits, split_d = _split(tiles[0] * tiles[1], d, BLOCK_D)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
@@ -152,15 +156,16 @@ def _gated_injection(
         h, w, P, A, x, squares, slots - 1, M, d, r, split_d,
         BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, **dots,
     )  # fmt: skip
-    BLOCK_M, BLOCK_N = _tile(M + 1, 32), 32 if r >= 64 else 16
+    BLOCK_M, BLOCK_N, BLOCK_K = _tile(M + 1, 32), 16, min(RANK, 32 if wide else 64)
     _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
         x, squares, anchor, B, b, z, g, slots - 1, M, d, r, eps,
-        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=8, **dots,
+        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, RANK=RANK,
+        num_warps=8, num_stages=2, **dots,
     )  # fmt: skip
-    BLOCK_M, BLOCK_N = _tile(blocks * slots, 64), 32
+    BLOCK_M, BLOCK_N, BLOCK_K = _tile(blocks * slots, 64), 32, min(RANK, 32 if wide else 128)
     _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
         h, g, U, out, slots - 1, blocks * slots, d, r,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, RANK=RANK, num_warps=4, **dots,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, **dots,
     )  # fmt: skip
     return out, z
 

@@ -1,7 +1,8 @@
-"""The exact top K of every row of logits, in two launches: the best of each chunk of the vocabulary, then their merge.
+"""The exact top K of every row of logits in two launches: every group's best, then the best of the K best groups.
 
-Keys are 64-bit integers that hold the value's order above the complement of its index, so that a repeated maximum
-gives the values in descending order and equal values in ascending order of their indices.
+The K-th best of the groups' maxima bounds the K-th best logit from below, so the top K lie in the K groups that have
+the largest maxima. Keys are 64-bit integers that hold the value's order above the complement of its index: all differ,
+and a repeated maximum gives the values in descending order, equal values in ascending order of their indices.
 """
 
 import torch
@@ -11,7 +12,7 @@ import triton.language as tl
 from ._ops import add_op_namespace_prefix, ops
 from ._runtime import DTYPES, MAX_K, next_power_of_2
 
-MERGED = 4096  # keys that one program of the merge holds, unless the vocabulary or K is very large
+GROUP = 128  # logits
 LEAST = tl.constexpr(-(2**63))  # below every key
 
 
@@ -45,47 +46,54 @@ def _best(keys, K: tl.constexpr, K_PAD: tl.constexpr):
 
 
 @triton.jit
-def _chunk_kernel(x_ptr, partial_ptr, stride, V, K: tl.constexpr, K_PAD: tl.constexpr, CHUNK: tl.constexpr):
-    """One program: the K largest keys of one chunk of one row -> partial [rows, chunks, K_PAD]."""
-    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    index = chunk * CHUNK + tl.arange(0, CHUNK)
-    valid = index < V
-    x = tl.load(x_ptr + row * stride + index, mask=valid, other=0.0)
-    keys = tl.where(valid, _keys(x, index), LEAST)
-    out = partial_ptr + (row * tl.num_programs(0) + chunk) * K_PAD + tl.arange(0, K_PAD)
-    tl.store(out, _best(keys, K, K_PAD))
+def _indices(keys):
+    """The indices of keys, int64; of LEAST a very large one."""
+    return 0x7FFFFFFF - (keys & 0x7FFFFFFF)
 
 
 @triton.jit
-def _merge_kernel(
-    partial_ptr, values_ptr, index_ptr, count, K: tl.constexpr, K_PAD: tl.constexpr, COUNT: tl.constexpr
-):
-    """One program: the K largest of one row's partial keys -> values and indices [rows, K]."""
+def _groups_kernel(x_ptr, maxima_ptr, stride, V, groups, GROUP: tl.constexpr, MANY: tl.constexpr):
+    """One program: the largest key of each of MANY groups of a row -> maxima [rows, groups]."""
+    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * MANY + tl.arange(0, MANY)
+    index = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = tl.load(x_ptr + row * stride + index, mask=index < V, other=0.0)
+    keys = tl.where(index < V, _keys(x, index), LEAST)
+    tl.store(maxima_ptr + row * groups + group, tl.max(keys, axis=1), mask=group < groups)
+
+
+@triton.jit
+def _best_kernel(
+    x_ptr, maxima_ptr, values_ptr, index_ptr, stride, V, groups,
+    K: tl.constexpr, K_PAD: tl.constexpr, GROUP: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """One program: the K best of a row -> values and indices [rows, K]."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, COUNT)
-    keys = tl.load(partial_ptr + row * count + place, mask=place < count, other=LEAST)
-    best = _best(keys, K, K_PAD)
+    maxima = tl.load(maxima_ptr + row * groups + place, mask=place < groups, other=LEAST)
+    best = _best(maxima, K, K_PAD)  # of the K best groups, or of all
+    index = (_indices(best) // GROUP)[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    valid = (best > LEAST)[:, None] & (index < V)
+    x = tl.load(x_ptr + row * stride + index, mask=valid, other=0.0)
+    keys = tl.where(valid, _keys(x, index), LEAST)
+    best = _best(tl.reshape(keys, [K_PAD * GROUP]), K, K_PAD)
     k = tl.arange(0, K_PAD)
     tl.store(values_ptr + row * K + k, _values(best), mask=k < K)
-    tl.store(index_ptr + row * K + k, 0x7FFFFFFF - (best & 0x7FFFFFFF), mask=k < K)
+    tl.store(index_ptr + row * K + k, _indices(best), mask=k < K)
 
 
 @torch.library.custom_op(add_op_namespace_prefix("topk"), mutates_args=())
 def _topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, V = x.shape
-    K_PAD = next_power_of_2(k)
-    CHUNK = 2048
-    while triton.cdiv(V, CHUNK) * K_PAD > MERGED and CHUNK < 8192:
-        CHUNK *= 2
-    CHUNK = min(CHUNK, next_power_of_2(V))
-    chunks = triton.cdiv(V, CHUNK)
-    partial = torch.empty(rows, chunks, K_PAD, dtype=torch.int64, device=x.device)
+    groups, many = triton.cdiv(V, GROUP), 16
+    maxima = torch.empty(rows, groups, dtype=torch.int64, device=x.device)
     values = torch.empty(rows, k, dtype=torch.float32, device=x.device)
     index = torch.empty(rows, k, dtype=torch.int64, device=x.device)
     if rows:
-        count = chunks * K_PAD
-        _chunk_kernel[(chunks, rows)](x, partial, x.stride(0), V, k, K_PAD, CHUNK, num_warps=4)
-        _merge_kernel[(rows,)](partial, values, index, count, k, K_PAD, next_power_of_2(count), num_warps=4)
+        grid = (triton.cdiv(groups, many), rows)
+        _groups_kernel[grid](x, maxima, x.stride(0), V, groups, GROUP=GROUP, MANY=many, num_warps=4)
+        sizes = {"K": k, "K_PAD": next_power_of_2(k), "GROUP": GROUP, "COUNT": next_power_of_2(groups)}
+        _best_kernel[(rows,)](x, maxima, values, index, x.stride(0), V, groups, **sizes, num_warps=8)
     return values, index
 
 
