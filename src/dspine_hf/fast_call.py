@@ -229,7 +229,7 @@ class FastCall:
     def run(self) -> Any:
         """Prefill, rounds until every row is done, and the result."""
         try:
-            self._take(self._prefill(), Draft(0, [], True, [0] * self.batch), 0, None)
+            self._take(self.prefill(), Draft(0, [], True, [0] * self.batch), 0, None)
             draft: Draft | None = None
             while not all(self.done):
                 if self.policy is not None:
@@ -246,7 +246,7 @@ class FastCall:
             if self._key_of_graphs is not None:
                 graphs.keep(self.target, self._key_of_graphs, self._kept)
 
-    def _prefill(self) -> torch.Tensor:
+    def prefill(self) -> torch.Tensor:
         """Reads the prompts and decides every row's first token with the processors on the whole batch."""
         rounds = self.rounds
         ids = rounds.rows.tokens[:, : self.prompt_length]
