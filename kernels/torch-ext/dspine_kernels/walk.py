@@ -104,7 +104,6 @@ def _walk_kernel(
         tl.store(chain_ptr + at, tl.sum(tl.where(here, raw, 0.0), axis=0))
         tl.store(log_q_ptr + at * K + k, log_q, mask=valid)
         picked = previous == (index if R > 1 else 0)
-        table = tl.where(table == table, table, -FLOOR)
         scores = _finite(tl.sum(tl.where(picked[:, None], table, 0.0), axis=0), valid)
         ids = next_ids
 
