@@ -85,7 +85,10 @@ def main() -> None:
         record |= {"offline": {}, "rows": {}}
         for temperature, (texts, names) in held_out.items():
             rows = evaluate_offline(drafter, model, texts, names, temperature == "1", tokenizer.eos_token_id)
-            record["rows"][temperature], record["offline"][temperature] = rows, summarise(rows)
+            record["offline"][temperature] = summarise(rows)
+            record["rows"][temperature] = [
+                {k: v for k, v in row.items() if k not in ("trials", "hits")} for row in rows
+            ]
         write_atomically(out / f"{variant.name}.json", json.dumps(record))
         summary = {t: {k: v for k, v in o.items() if k != "benchmarks"} for t, o in record["offline"].items()}
         print(f"== {variant.name}: {json.dumps(summary)} {record['steps_per_second']} steps/s", flush=True)
