@@ -7,7 +7,7 @@ import torch
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from .compat_dspine import CACHE_NAMES
+from .compat_dspine import CACHE_NAMES, check_layer_types
 from .fast_call import FastCall, Options
 from .generation_dspine import refuse_conflicts, refuse_stateful_processors
 from .target_dspine import refuse_unknown_tokens
@@ -73,6 +73,9 @@ def generate(
         )
         return call.run()
 
+    name = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
+    if name not in (None, "dynamic", "dynamic_full"):
+        raise ValueError(f"cache_implementation={name!r}: the fast loop has a static cache of its own. Drop it.")
     model, kwargs = _with_stop_strings(model, tokenizer, kwargs)
     if input_ids is not None:
         kwargs["input_ids"] = input_ids
@@ -111,6 +114,7 @@ def refuse(
     if mode in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
         mode = GenerationMode.ASSISTED_GENERATION
     refuse_conflicts(target, mode, config)
+    check_layer_types(target)
     refuse_stateful_processors(processors)
     refuse_unknown_tokens(target, input_ids)
     if not input_ids.shape[1]:

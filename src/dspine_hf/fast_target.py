@@ -120,12 +120,12 @@ def refuse_target(target: Any, layers: list[Any]) -> None:
             f"expected a target with attention 'sdpa' or 'eager'; found {attention!r}. Call "
             f"model.set_attn_implementation('sdpa'). {way_out}"
         )
-    for layer in layers:
-        kinds = {base.__name__ for base in type(layer).__mro__}
-        if not kinds & {"DynamicLayer", "StaticLayer"} or "QuantizedLayer" in kinds:
-            raise ValueError(
-                f"expected a target whose layers keep keys and values; {name} has a {type(layer).__name__}. {way_out}"
-            )
+    found = next((layer for layer in layers if not _keeps_rows(layer)), None)
+    if found is not None or not layers:
+        kind = "no cache of layers" if found is None else f"a {type(found).__name__}"
+        raise ValueError(
+            f"expected a target whose layers keep the keys and values of every token; {name} has {kind}. {way_out}"
+        )
     if "position_ids" not in inspect.signature(target.forward).parameters or getattr(text, "alibi", False):
         raise ValueError(
             f"expected a target that takes position_ids; {name} reads positions off its mask, which a static cache "
@@ -147,6 +147,13 @@ def compiled_forward(target: Any) -> Any:
     return _COMPILED[target]
 
 
+def _keeps_rows(layer: Any) -> bool:
+    kinds = {base.__name__ for base in type(layer).__mro__}
+    if "DummyLayer" in kinds:  # attends to what another layer keeps, or not at all
+        return True
+    return "DynamicLayer" in kinds and not any("Quantized" in kind or "Linear" in kind for kind in kinds)
+
+
 class TargetPasses:
     """
     Runs the target over prompts and drafts of a batch.
@@ -166,7 +173,8 @@ class TargetPasses:
         self.attach(target, None)
         self.cache = RaggedCache(len(layers), capacity)
         self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
-        windows = {getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in layers}
+        kept = [layer for layer in layers if hasattr(layer, "is_sliding")]
+        windows = {getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in kept}
         self._window = next((w for w in windows if w is not None), None)
         self._mixed = len(windows) > 1
         self._keeps_logits = target._supports_logits_to_keep()
