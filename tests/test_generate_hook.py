@@ -14,7 +14,12 @@ from dspine_hf.compat_dspine import HOOK_PROTOCOL, FeatureTaps, install_hook
 from helpers.oracle import oracle_for, prompt, small_target
 from helpers.words import character_tokenizer
 
-HOOKED = ("_validate_generation_mode", "_assisted_decoding", "_get_candidate_generator")
+HOOKED = (
+    "_extract_generation_mode_kwargs",
+    "_validate_generation_mode",
+    "_assisted_decoding",
+    "_get_candidate_generator",
+)
 
 
 def test_each_method_is_wrapped_once_and_carries_the_protocol_number():

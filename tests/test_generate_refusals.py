@@ -54,6 +54,10 @@ REFUSED = {
     "watermarking_config": {"watermarking_config": WatermarkingConfig()},
     "use_cache": {"use_cache": False},
     "cache_implementation": {"cache_implementation": "quantized"},
+    "num_beam_groups=2": {"num_beam_groups": 2},
+    "num_beam_groups": {"num_beam_groups": 2, "num_beams": 4, "diversity_penalty": 0.5},
+    "force_words_ids": {"force_words_ids": [[5]], "num_beams": 3},
+    "constraints": {"constraints": [object()]},
     "penalty_alpha|contrastive": {"penalty_alpha": 0.6, "top_k": 4, "do_sample": False},
 }
 

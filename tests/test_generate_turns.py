@@ -94,6 +94,28 @@ def test_a_cropped_cache_takes_the_drafters_context_with_it():
     assert drafter.context_lengths[0] == asked.shape[1]
 
 
+@pytest.mark.parametrize("refilled", [3, 5])
+def test_rows_that_took_the_place_of_cropped_ones_start_the_context_afresh(refilled):
+    """A plain turn between two drafted ones, whose tokens the drafter has not seen, to no greater length."""
+    target = small_target(seed=7)
+    first, *_ = references(target)
+    cache = new_cache(target)
+    drafter = oracle_for(target, first[0], 5)
+    target.generate(prompt(), past_key_values=cache, assistant_model=drafter, **OPTIONS)
+    cache.crop(-6)
+    asked = torch.cat([first[:, : cache.get_seq_length()], prompt(2, seed=8)], dim=1)
+    other = target.generate(asked, past_key_values=cache, max_new_tokens=refilled - 1, do_sample=False)
+    rows = cache.get_seq_length()
+    assert rows == first.shape[1] - 7 + refilled
+    asked = torch.cat([other, prompt(3, seed=9)], dim=1)
+    second = target.generate(asked, **OPTIONS)
+    drafter.reference, drafter.context_lengths = second[0].tolist(), []
+    output = target.generate(asked, past_key_values=cache, assistant_model=drafter, **OPTIONS)
+    assert torch.equal(output, second)
+    assert drafter.generation_stats.accepted > 0
+    assert drafter.context_lengths[0] == asked.shape[1] - rows
+
+
 def test_another_drafter_and_a_copied_cache_start_afresh():
     target = small_target(seed=7)
     first, asked, second = references(target)

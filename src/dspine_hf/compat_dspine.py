@@ -1,6 +1,6 @@
 """Every difference between the supported transformers versions, and the hook that brings a drafter into generate().
 
-The hook wraps three methods of `GenerationMixin`. Each wrapper asks the assistant, by method and never by class,
+The hook wraps methods of `GenerationMixin`. Each wrapper asks the assistant, by method and never by class,
 whether it drafts DSpine blocks; everything else goes to the original. So a drafter loaded as remote code is served by
 a hook that the installed package put there, and the other way round (DESIGN.md section 3).
 """
@@ -17,11 +17,12 @@ from transformers import __version__ as transformers_version
 from transformers.cache_utils import StaticLayer
 from transformers.generation.utils import GenerationMixin
 
-HOOK_PROTOCOL = 1
+HOOK_PROTOCOL = 2
 """Version of the agreement between hook and drafter: a newer hook replaces an older one."""
 
 _PROTOCOL_ATTRIBUTE = "dspine_protocol"
 _HOOKED_PARAMETERS = {
+    "_extract_generation_mode_kwargs": ("kwargs", "assistant_model"),
     "_validate_generation_mode": ("generation_mode", "generation_config", "generation_mode_kwargs"),
     "_assisted_decoding": (
         "input_ids",
@@ -52,6 +53,20 @@ def _refuse_compiled(assistant: Any) -> None:
             "expected assistant_model=<DSpine drafter>; found torch.compile(drafter), a module around it. Compile the "
             "drafter in place with drafter.compile(), and pass the drafter itself."
         )
+
+
+def _wrap_extract_generation_mode_kwargs(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def _extract_generation_mode_kwargs(self, *args, **kwargs):
+        arguments = signature.bind(self, *args, **kwargs).arguments
+        assistant = arguments["assistant_model"]
+        if hasattr(type(assistant), "dspine_refuse"):
+            assistant.dspine_refuse(arguments["kwargs"])
+        return original(self, *args, **kwargs)
+
+    return _extract_generation_mode_kwargs
 
 
 def _wrap_validate_generation_mode(original: Callable) -> Callable:
@@ -91,6 +106,7 @@ def _wrap_get_candidate_generator(original: Callable) -> Callable:
 
 
 _WRAPPERS = {
+    "_extract_generation_mode_kwargs": _wrap_extract_generation_mode_kwargs,
     "_validate_generation_mode": _wrap_validate_generation_mode,
     "_assisted_decoding": _wrap_assisted_decoding,
     "_get_candidate_generator": _wrap_get_candidate_generator,
@@ -99,7 +115,7 @@ _WRAPPERS = {
 
 def install_hook(mixin: type = GenerationMixin, protocol: int = HOOK_PROTOCOL) -> None:
     """
-    Wraps the three methods of `mixin` once: a wrapper of an older protocol is replaced, any other is kept.
+    Wraps those methods of `mixin` once: a wrapper of an older protocol is replaced, any other is kept.
 
     Raises:
         ImportError: if a method is missing or no longer takes the parameters that the wrapper relies on.

@@ -15,18 +15,35 @@ class _Turn:
     drafter: "weakref.ref[Any]"
     cache: DraftCache
     length: int  # rows of the target's cache that the context has seen go by
+    marks: torch.Tensor  # of the last of these rows [rows], see `_row_marks`
 
 
 _TURNS: "weakref.WeakKeyDictionary[Any, _Turn]" = weakref.WeakKeyDictionary()
 
 
+def _row_marks(target_cache: Any) -> torch.Tensor:
+    """
+    A number for each row that the cache holds, `[rows]`, the latest last: the sum of the bits of its last key.
+
+    The key in the last layer hangs on every token up to the row's, so that equal marks mean an equal text so far.
+    """
+    layer = [layer for layer in target_cache.layers if getattr(layer, "keys", None) is not None][-1]
+    keys = layer.keys[0][:, : int(layer.get_seq_length())]  # [heads, rows, head_dim]; a window holds the latest rows
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[keys.element_size()]
+    return keys.contiguous().view(bits).sum((0, 2), dtype=torch.int64)
+
+
 def _take_turn(target_cache: Any, drafter: Any, past_length: int) -> DraftCache | None:
-    """The context that an earlier call left with this cache, cut back if the cache was; None if it is no use."""
+    """The context that an earlier call left with this cache, cut back if the cache was; None if it is no use.
+
+    It is none if rows were written since that the drafter has not seen, also where as many had been cropped before.
+    """
     turn = _TURNS.pop(target_cache, None)
     if turn is None or turn.drafter() is not drafter or turn.length < past_length:
         return None
-    kept = turn.cache.context_length - (turn.length - past_length)
-    if kept < 0:
+    cropped = turn.length - past_length
+    kept = turn.cache.context_length - cropped
+    if kept < 0 or cropped >= len(turn.marks) or turn.marks[-1 - cropped] != _row_marks(target_cache)[-1]:
         return None
     turn.cache.crop(kept)
     return turn.cache
@@ -100,4 +117,6 @@ class DraftContext:
 
     def keep(self, length: int) -> None:
         """Leaves the context with the target's cache, which now holds `length` rows, for the next turn."""
-        _TURNS[self._target_cache] = _Turn(weakref.ref(self._drafter), self.cache, length)
+        _TURNS[self._target_cache] = _Turn(
+            weakref.ref(self._drafter), self.cache, length, _row_marks(self._target_cache)
+        )

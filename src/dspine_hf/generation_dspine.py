@@ -7,30 +7,22 @@ from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator
-from transformers.generation.configuration_utils import GenerationMode
 
 from .compat_dspine import (
     FeatureTaps,
     check_cache,
-    check_cache_implementation,
     check_layer_types,
     find_cache,
     hooked_view,
     is_sliding,
 )
 from .context_dspine import DraftContext
+from .refusals_dspine import refuse_conflicts, refuse_moved_modes, refuse_stateful_processors
 from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy, trim_output
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
 from .steps_dspine import StepRecorder
 from .target_dspine import refuse_unknown_tokens, slots_within_positions
 from .walk_dspine import walk
-
-_STATEFUL_PROCESSORS = (
-    "WatermarkLogitsProcessor",
-    "SynthIDTextWatermarkLogitsProcessor",
-    "ClassifierFreeGuidanceLogitsProcessor",
-    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
-)
 
 
 class DSpineCandidateGenerator(CandidateGenerator):
@@ -288,6 +280,15 @@ class AssistsGenerate:
         """
         return load_stats(self)
 
+    def dspine_refuse(self, kwargs: dict[str, Any]) -> None:
+        """
+        Refuses the keyword arguments of modes for which Transformers asks for code of the Hub before anything else.
+
+        Raises:
+            ValueError: naming the argument.
+        """
+        refuse_moved_modes(kwargs)
+
     def dspine_validate(self, target: Any, mode: Any, generation_config: Any, mode_kwargs: dict[str, Any]) -> None:
         """
         Refuses, before any work is done, what cannot be combined with a drafter.
@@ -335,57 +336,3 @@ class AssistsGenerate:
             return call.finish(result, criteria.cut)
         finally:
             call.crop.restore()
-
-
-def refuse_conflicts(target: Any, mode: Any, generation_config: Any) -> None:
-    """
-    Raises ValueError, naming the argument, for modes of generation that a drafter cannot take part in.
-
-    Args:
-        target: the model that generates.
-        mode: the `GenerationMode` that the arguments amount to.
-        generation_config: the call's own copy.
-    """
-    if target.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(target).__name__} is an encoder-decoder; a DSpine drafter needs a decoder-only target. Generate "
-            "without `assistant_model`."
-        )
-    wanted = {
-        "num_beams": (1, None),
-        "num_return_sequences": (1, None),
-        "prompt_lookup_num_tokens": (None,),
-        "assistant_early_exit": (None,),
-        "assistant_ensemble_weight": (None,),
-        "use_mtp": (False, None),
-        "dola_layers": (None,),
-        "speculation_type": (None,),
-        "guidance_scale": (1, None),
-        "watermarking_config": (None,),
-    }
-    for name, allowed in wanted.items():
-        value = getattr(generation_config, name, None)
-        if value not in allowed:
-            raise ValueError(
-                f"{name}={value!r} cannot be combined with a DSpine drafter. Drop `{name}`, or generate without "
-                "`assistant_model`."
-            )
-    if mode != GenerationMode.ASSISTED_GENERATION:
-        raise ValueError(
-            f"a DSpine drafter assists greedy decoding and sampling; these arguments amount to {mode}. Use greedy "
-            "decoding or sampling, or generate without `assistant_model`."
-        )
-    if generation_config.use_cache is False:
-        raise ValueError("use_cache=False leaves nothing to verify drafts against. Pass `use_cache=True`.")
-    check_cache_implementation(generation_config.cache_implementation)
-
-
-def refuse_stateful_processors(processors: Any) -> None:
-    """Raises ValueError for a processor whose state would also count draft tokens that are rejected."""
-    for processor in processors:
-        kind = type(processor).__name__
-        if kind in _STATEFUL_PROCESSORS:
-            raise ValueError(
-                f"{kind} keeps a state of its own over the tokens, which rejected drafts would disturb. Remove it "
-                "from `logits_processor`, or generate without `assistant_model`."
-            )
