@@ -8,20 +8,14 @@ from ._runtime import INTERPRETED
 
 
 @triton.jit
-def product(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
-    """acc [M, N] + a [M, K] b [N, K]^T in fp32."""
+def product(a, b, acc, UPCAST: tl.constexpr):
+    """acc [M, N] + a [M, K] b [N, K]^T in fp32; fp32 operands are never rounded to tf32."""
     if UPCAST:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, tl.trans(b), acc, input_precision=PRECISION)
+    return tl.dot(a, tl.trans(b), acc, input_precision="ieee")
 
 
-def product_options(dtype: torch.dtype) -> dict[str, str | bool]:
-    """PRECISION and UPCAST of products of `dtype`: fp32 is never rounded to tf32.
-
-    Triton's interpreter multiplies the bits of bf16 operands: there they are widened before, to the same product.
-    """
-    return {
-        "PRECISION": "ieee" if dtype is torch.float32 else "tf32",
-        "UPCAST": INTERPRETED and dtype is torch.bfloat16,
-    }
+def product_options(dtype: torch.dtype) -> dict[str, bool]:
+    """UPCAST of products of `dtype`: triton's interpreter multiplies the bits of bf16, which are widened before."""
+    return {"UPCAST": INTERPRETED and dtype is torch.bfloat16}

@@ -25,7 +25,7 @@ def _attend(
     scale, softcap, window, kv_heads, rows, capacity,
     GROUPS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
     HD: tl.constexpr, HD_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
@@ -55,7 +55,7 @@ def _attend(
         inside, at = j < end, j.to(tl.int64)
         held = inside[:, None] & wide[None, :]
         keys = tl.load(k + at[:, None] * k_row + d[None, :] * k_dim, mask=held, other=0.0)
-        scores = product(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), PRECISION, UPCAST) * scale
+        scores = product(queries, keys, tl.zeros((BLOCK_M, BLOCK_N), tl.float32), UPCAST) * scale
         if HAS_CAP:  # softcap * tanh(scores / softcap)
             scores = softcap * (1.0 - 2.0 / (tl.exp(scores * (2.0 / softcap)) + 1.0))
         visible = inside[None, :] & (j[None, :] <= last[:, None])
@@ -68,7 +68,7 @@ def _attend(
         fade = tl.exp2(peak - shift)
         total = total * fade + tl.sum(p, 1)
         values = tl.load(v + at[:, None] * v_row + d[None, :] * v_dim, mask=held, other=0.0)
-        acc = product(p.to(values.dtype), tl.trans(values), acc * fade[:, None], PRECISION, UPCAST)
+        acc = product(p.to(values.dtype), tl.trans(values), acc * fade[:, None], UPCAST)
         peak = new_peak
 
     acc = acc / tl.where(total > 0.0, total, 1.0)[:, None]

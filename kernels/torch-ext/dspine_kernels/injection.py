@@ -25,7 +25,7 @@ MAX_SPLITS = 4
 def _project_kernel(
     h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, slots, M, d, r, split_d,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -41,7 +41,7 @@ def _project_kernel(
         weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0)
         weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
-        acc = product(h, weight, acc, PRECISION, UPCAST)
+        acc = product(h, weight, acc, UPCAST)
         squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M
     tl.store(x_ptr + (part + m)[:, None] * (2 * r) + n[None, :], acc, mask=(m < M)[:, None] & (n < 2 * r)[None, :])
@@ -66,7 +66,7 @@ def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.co
 def _gate_kernel(
     x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, slots, M, d, r, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """z [M, r] fp32 and g [M, r]. Slot m needs z of m - 1, so the last program along m also sees m = M."""
     dtype = g_ptr.dtype.element_ty
@@ -92,7 +92,7 @@ def _gate_kernel(
         anchor = tl.load(anchor_at + k[None, :], mask=here & first & (k < r)[None, :], other=0.0)
         s = tl.where(first, anchor.to(tl.float32), z).to(dtype)
         B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
-        acc = product(s, B, acc, PRECISION, UPCAST)
+        acc = product(s, B, acc, UPCAST)
     z = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
     anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0)
     g = tl.where(first, anchor.to(tl.float32), z).to(dtype).to(tl.float32) * tl.sigmoid(acc)
@@ -103,7 +103,7 @@ def _gate_kernel(
 def _write_kernel(
     h_ptr, g_ptr, U_ptr, out_ptr, slots, rows, d, r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out = h + U g for every slot of every block; slot 0 gets no message."""
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # block * B + slot
@@ -119,7 +119,7 @@ def _write_kernel(
         k = start + tl.arange(0, BLOCK_K)
         g = tl.load(g_at + k[None, :], mask=written & (k < r)[None, :], other=0.0)
         U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
-        acc = product(g, U, acc, PRECISION, UPCAST)
+        acc = product(g, U, acc, UPCAST)
     tl.store(out_ptr + at, acc.to(h.dtype), mask=mask)
 
 

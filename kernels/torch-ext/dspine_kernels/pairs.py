@@ -26,7 +26,7 @@ MAX_SPLITS = 16
 def _project_kernel(
     h_ptr, w_ptr, A_ptr, x_ptr, squares_ptr, h_row, h_slot, A_row, slots, M, d, r, split_d,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, r], squares [splits, M]: partial sums of A (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -41,7 +41,7 @@ def _project_kernel(
         h = tl.load(h_at + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
         A = tl.load(A_at + k[None, :], mask=(n < r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0).to(tl.float32)
-        acc = product(h, (A.to(tl.float32) * w[None, :]).to(h.dtype), acc, PRECISION, UPCAST)
+        acc = product(h, (A.to(tl.float32) * w[None, :]).to(h.dtype), acc, UPCAST)
         squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M
     tl.store(x_ptr + (part + m)[:, None] * r + n[None, :], acc, mask=(m < M)[:, None] & (n < r)[None, :])
@@ -53,7 +53,7 @@ def _project_kernel(
 def _gate_kernel(
     x_ptr, squares_ptr, s_ptr, B_ptr, b_ptr, g_ptr, s_row, s_slot, s_pair, B_row, slots, pairs, M, d, r, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """g [M, pairs, r] = sigmoid(A n + B s + b) * s, in the dtype of the product with U."""
     dtype = g_ptr.dtype.element_ty
@@ -75,7 +75,7 @@ def _gate_kernel(
         k = start + tl.arange(0, BLOCK_R)
         s = tl.load(s_at + k[None, :], mask=here & (k < r)[None, :], other=0.0).to(dtype)
         B = tl.load(B_ptr + n[:, None] * B_row + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
-        acc = product(s, B, acc, PRECISION, UPCAST)
+        acc = product(s, B, acc, UPCAST)
     message = tl.load(s_at + n[None, :], mask=here & inside, other=0.0).to(dtype).to(tl.float32)
     gated = tl.sigmoid(acc) * message
     tl.store(g_ptr + m.to(tl.int64)[:, None] * r + n[None, :], gated.to(dtype), mask=here & inside)
@@ -85,7 +85,7 @@ def _gate_kernel(
 def _write_kernel(
     g_ptr, h_ptr, U_ptr, out_ptr, h_row, h_slot, U_row, slots, pairs, M, d, r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out [M, pairs, d] = h + U g."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -99,7 +99,7 @@ def _write_kernel(
         g = tl.load(g_ptr + m.to(tl.int64)[:, None] * r + k[None, :], mask=here & (k < r)[None, :], other=0.0)
         U_at = U_ptr + n.to(tl.int64)[:, None] * U_row + k[None, :]
         U = tl.load(U_at, mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
-        acc = product(g, U, acc, PRECISION, UPCAST)
+        acc = product(g, U, acc, UPCAST)
     out_at = out_ptr + m.to(tl.int64)[:, None] * d + n[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=here & (n < d)[None, :])
 
@@ -229,7 +229,7 @@ def _scores_kernel(
     h_row, h_slot, h_pair, E_row, ids_row, ids_slot, slots, M, d, split_d, eps, scale, softcap,
     P: tl.constexpr, C: tl.constexpr, P_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: the [P, C] sums of one slot over one part of d; finished here when d is not split."""
     slot, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -248,7 +248,7 @@ def _scores_kernel(
         weighted = E.to(tl.float32) * w[None, :]
         if WIDEN:
             h = h.to(tl.float32)
-        acc = product(h, weighted.to(h.dtype), acc, PRECISION, UPCAST)
+        acc = product(h, weighted.to(h.dtype), acc, UPCAST)
     inside = (p < P)[:, None] & (c < C)[None, :]
     if SPLITS == 1:
         logits = _finish(acc, squares, bias_ptr, ids, c < C, d, eps, scale, softcap, HAS_BIAS, HAS_CAP)
