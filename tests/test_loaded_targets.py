@@ -184,10 +184,29 @@ def test_layers_of_quantised_activations_draft():
     assert drafter.generation_stats.accepted > 0
 
 
+def linear_layers(module, name):
+    return isinstance(module, torch.nn.Linear) and name != "lm_head"
+
+
+@pytest.mark.parametrize("scale", ["PerRow", "PerTensor"])
+def test_int8_activations_of_torchao_draft(scale):
+    """With a scale per tensor, a row's result hangs on the other rows of its pass, so that the text may differ."""
+    torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    target, ids = small_target(), prompt()
+    config = torchao.Int8DynamicActivationInt8WeightConfig(granularity=getattr(torchao, scale)())
+    torchao.quantize_(target, config, linear_layers)
+    layer, rows = target.model.layers[0].mlp.up_proj, torch.randn(1, 5, 32)
+    among_others = layer(torch.cat([rows, 50 * torch.randn(1, 1, 32)], dim=1))[:, :5]
+    assert torch.equal(layer(rows), among_others) == (scale == "PerRow")
+    drafter = oracle_for(target, target.generate(ids, **OPTIONS)[0])
+    assert target.generate(ids, assistant_model=drafter, **OPTIONS).shape == (1, 23)
+    assert drafter.generation_stats.accepted > (3 if scale == "PerRow" else 0)
+
+
 def test_int8_weights_of_torchao_draft_and_a_head_of_them_is_refused():
-    torchao = pytest.importorskip("torchao.quantization")
+    torchao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     target, config = small_target(), torchao.Int8WeightOnlyConfig()
-    torchao.quantize_(target, config, lambda m, name: isinstance(m, torch.nn.Linear) and name != "lm_head")
+    torchao.quantize_(target, config, linear_layers)
     assert_plain_text(target)
     torchao.quantize_(target, config, lambda m, name: name == "lm_head")
     with pytest.raises(ValueError, match="quantised.*lm_head"):

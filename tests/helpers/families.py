@@ -185,6 +185,9 @@ STACKED = {
     }
 }
 
+# What enters their first layer is more than a token's embedding: normed, or with learned positions.
+OTHER_INPUTS = ("Bloom", "NanoChat", "GPT2", "GPTBigCode", "OPT")
+
 
 def family_config(family: str, **overrides):
     """The config of a tiny target; None drops a value of the base. A multimodal one has the base in its text part."""
