@@ -139,10 +139,11 @@ def test_demo_answers_drafted_first_on_every_other_prompt(tiny_pair, monkeypatch
     assert timed == [False, True, True, False]
 
 
-def test_generate_json_holds_the_text_of_plain_generate(folders):
+@pytest.mark.parametrize("loop", [[], ["--fast"]], ids=["generate()", "fast loop"])
+def test_generate_json_holds_the_text_of_plain_generate(folders, loop):
     target, drafter = folders
     arguments = ["generate", "--target", target, "--drafter", drafter, "--prompt", "w1 w2 w3", "--dtype", "float32"]
-    result = RUNNER.invoke(app, [*arguments, "--max-new-tokens", "20", "--json"])
+    result = RUNNER.invoke(app, [*arguments, "--max-new-tokens", "20", "--json", *loop])
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     inputs = common.encode(tiny_tokenizer(), "w1 w2 w3", torch.device("cpu"))

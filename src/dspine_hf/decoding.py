@@ -9,7 +9,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .compat_dspine import CACHE_NAMES, check_layer_types
 from .fast_call import FastCall, Options
-from .generation_dspine import refuse_conflicts, refuse_stateful_processors
+from .refusals_dspine import refuse_conflicts, refuse_stateful_processors
 from .target_dspine import refuse_unknown_tokens
 
 _INPUTS = {"attention_mask", "position_ids", "use_cache", "logits_to_keep", "output_hidden_states", *CACHE_NAMES}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, TextStreamer
 
+from ..decoding import generate
 from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
 from ..loading import check_drafter, load_drafter, load_target
 
@@ -123,15 +124,23 @@ def answer(
     max_new_tokens: int,
     temperature: float = 0.0,
     on_text: Callable[[str], None] | None = None,
+    fast: bool = False,
 ) -> Answer:
-    """Generate one answer, plain or drafted, and time it from the call to the last token, prefill included."""
+    """Generate one answer, plain or drafted, and time it from the call to the last token, prefill included.
+
+    `fast` takes the loop of [`dspine_hf.generate`] instead of the target's own generate().
+    """
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
     streamer = CallbackStreamer(pair.tokenizer, on_text) if on_text else None
     assistant = {"assistant_model": pair.drafter} if drafted else {}
     start = time.perf_counter()
-    ids = pair.target.generate(**inputs, **assistant, **sampling, max_new_tokens=max_new_tokens, streamer=streamer)
+    options = {**inputs, **sampling, "max_new_tokens": max_new_tokens, "streamer": streamer}
+    if fast:
+        ids = generate(pair.target, pair.drafter if drafted else None, **options)
+    else:
+        ids = pair.target.generate(**options, **assistant)
     if ids.is_cuda:
         torch.cuda.synchronize(ids.device)
     seconds = time.perf_counter() - start

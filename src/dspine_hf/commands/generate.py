@@ -27,6 +27,7 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
     device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = "cpu",
+    fast: Annotated[bool, typer.Option("--fast", help="Decode with the package's own loop: static caches.")] = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the target's chat template, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
@@ -42,6 +43,7 @@ def run(
         drafted=True,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
+        fast=fast,
         on_text=None if as_json else lambda piece: print(piece, end="", flush=True),
     )
     if as_json:
