@@ -113,7 +113,8 @@ def check_topk(logits, k, allocations=None):  # noqa: F811
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("shape", "k"), [((2, 3, 61), 4), ((1, 2048), 16), ((3, 2049), 16), ((2, 5003), 32), ((1, 40), 32), ((1, 5), 5)]
+    ("shape", "k"),
+    [((2, 3, 61), 4), ((2, 1000), 1), ((1, 2048), 16), ((3, 2049), 16), ((2, 5003), 32), ((1, 40), 32), ((1, 5), 5)],
 )
 def test_the_top_k_is_that_of_torch(shape, k, dtype, allocations):  # noqa: F811
     logits = torch.randn(shape, generator=torch.Generator().manual_seed(k)).to(DEVICE, dtype)
