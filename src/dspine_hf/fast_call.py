@@ -161,7 +161,12 @@ class FastCall:
         eos = None if self.criteria.eos is None else tuple(self.criteria.eos.tolist())
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
-        how = (self.options.compile_target, self.options.fused_attention, self.text_config._attn_implementation)
+        how: tuple[Any, ...] = (
+            torch.is_inference_mode_enabled(),
+            self.options.compile_target,
+            self.options.fused_attention,
+            self.text_config._attn_implementation,
+        )
         signature = graphs.signature(self.processors)
         return (*shape, *how, signature, graphs.addresses(self.target, self.drafter))
 
@@ -198,7 +203,7 @@ class FastCall:
 
     def _attach(self, rounds: Rounds) -> None:
         """Puts the call's models into its rounds."""
-        taps, ops = None, EAGER if self.drafter is None else self.drafter.ops
+        taps, ops = None, getattr(self.drafter, "ops", EAGER)
         if self.options.fused_attention is not None:
             asked = self.options.fused_attention
             ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER
@@ -266,7 +271,9 @@ class FastCall:
 
     def _room(self) -> int:
         """How many tokens may be drafted, so that no row's pass goes where passes of one token would not."""
-        slots = min(self.max_slots, self.criteria.max_length - min(self._open()) - 1)
+        slots = self.max_slots  # graphs keep their length: rows take no more tokens than they have room for
+        if self.graphed is None:
+            slots = min(slots, self.criteria.max_length - min(self._open()) - 1)
         if slots > 0 and self._bounded:
             shift = self.rounds.rows.shift.tolist()
             for length, offset, done in zip(self.lengths, shift, self.done, strict=True):

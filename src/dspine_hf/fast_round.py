@@ -8,6 +8,7 @@ import torch
 from .fast_target import TargetPasses
 from .fast_walk import Chain, SeenTokens, noise_like, walk_batch, warp
 from .generation_dspine import first_slots
+from .ops_dspine import EAGER
 from .static_cache import Places, RaggedDraftCache
 
 
@@ -127,9 +128,10 @@ class Rounds:
             self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask
         )
         block = first_slots(block, self.max_slots)
-        self.chain = (
-            None if processors is None else walk_batch(block, processors, rows.seen, self.do_sample, self.drafter.ops)
-        )
+        self.chain = None
+        if processors is not None:
+            ops = getattr(self.drafter, "ops", EAGER)
+            self.chain = walk_batch(block, processors, rows.seen, self.do_sample, ops)
         return block
 
     def _draft_mask(self, places: Places, columns: int, first: int | None) -> torch.Tensor | None:

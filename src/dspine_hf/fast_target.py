@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,16 @@ class Verification:
     start: torch.Tensor
     limit: torch.Tensor
     windows: dict[int, int]
+    _tiles: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
+
+    def tiled(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
+        """The mask `[batch, 1, rows, columns]` for packed query heads, `[batch, 1, groups * rows, columns]`."""
+        if mask.shape[2] == 1:
+            return mask
+        key = (mask.data_ptr(), groups)
+        if key not in self._tiles:
+            self._tiles[key] = mask.repeat(1, 1, groups, 1)
+        return self._tiles[key]
 
 
 def _grouped_attention(
@@ -59,15 +69,14 @@ def _grouped_attention(
         or any(kwargs.get(name) is not None for name in extras)
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    if verification.attend is not None and key.shape == value.shape:
-        window = verification.windows[attention_mask.data_ptr()]
-        out = verification.attend(
-            query, key, value, verification.start, verification.limit, scale=kwargs.get("scaling"), window=window
-        )
+    window = verification.windows.get(attention_mask.data_ptr())
+    if verification.attend is not None and key.shape == value.shape and window is not None:
+        start, limit = verification.start, verification.limit
+        out = verification.attend(query, key, value, start, limit, scale=kwargs.get("scaling"), window=window)
         return out.transpose(1, 2), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, width)
-        attention_mask = attention_mask.repeat(1, 1, groups, 1) if rows > 1 else attention_mask
+        attention_mask = verification.tiled(attention_mask, groups)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
     )  # [batch, kv_heads, groups * rows, width]

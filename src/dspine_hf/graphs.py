@@ -102,7 +102,8 @@ class GraphedRounds:
             columns = self._columns
         else:
             columns = self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
-        return self._run(("verify", drafts), lambda: self.rounds.verify(1 + drafts, self._processors, columns, None))
+        report = self._run(("verify", drafts), lambda: self.rounds.verify(1 + drafts, self._processors, columns, None))
+        return report.clone()  # graphs share memory: the next one may write where this one put its result
 
     def _run(self, key: tuple, run: Callable[[], Any]) -> Any:
         key = (*key, self._columns)

@@ -245,7 +245,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         if self.mask_embedding is not None:
             mask = self.mask_embedding.to(anchor.dtype)
         else:
-            mask = view.embed(torch.tensor(self.config.mask_token_id, device=anchor_ids.device))
+            mask = view.embed(anchor_ids.new_full((), self.config.mask_token_id))
         return torch.cat([anchor, mask.expand(*anchor_ids.shape, num_slots, -1)], dim=-2)
 
     def forward(

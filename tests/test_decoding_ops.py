@@ -1,0 +1,101 @@
+"""The fast loop with operations of another make: it hands them what the eager ones need, and takes their results."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.generation.logits_process import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
+
+import dspine_hf
+from dspine_hf import fast_call, fast_walk
+from dspine_hf.fast_walk import SeenTokens, chain_settings, walk_batch
+from dspine_hf.ops_dspine import EAGER
+from helpers.batch_oracle import BatchOracle, batch_block, batch_oracle, padded
+from helpers.families import family_target
+from helpers.oracle import prompt
+
+V, K, SLOTS, BATCH = 30, 6, 4, 3
+WARPERS = {
+    "none": [],
+    "temperature": [TemperatureLogitsWarper(0.7)],
+    "all": [TemperatureLogitsWarper(1.3), TopKLogitsWarper(5), TopPLogitsWarper(0.9), MinPLogitsWarper(0.05)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.4), TemperatureLogitsWarper(0.8)],
+}
+
+
+def counted(calls):
+    """Eager operations as functions of another identity, which count how often they run."""
+
+    def wrap(name):
+        def run(*args, **kwargs):
+            calls.append(name)
+            return getattr(EAGER, name)(*args, **kwargs)
+
+        return run
+
+    return replace(EAGER, walk_chain=wrap("walk_chain"), verify_attention=wrap("verify_attention"))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Ministral", "Qwen3", "DeepseekV3"])
+@pytest.mark.parametrize("how", ["drafter", "argument"])
+def test_text_is_plain_text_under_other_operations(family, how, monkeypatch):
+    target, calls = family_target(family), []
+    ops = counted(calls)
+    if how == "drafter":
+        monkeypatch.setattr(BatchOracle, "ops", property(lambda self: ops))
+    monkeypatch.setattr(fast_call, "fused_ops", lambda *args: ops)
+    texts = [prompt(5, seed=20), prompt(2, seed=21)]
+    references = [target.generate(text, max_new_tokens=17)[0] for text in texts]
+    drafter, (ids, mask) = batch_oracle(target, references), padded(texts)
+    options = {} if how == "drafter" else {"fused_attention": True}
+    out = dspine_hf.generate(target, drafter, ids, attention_mask=mask, max_new_tokens=17, **options)
+    for row, reference in zip(out, references, strict=True):
+        assert torch.equal(row[-len(reference) :], reference)
+    latent = family == "DeepseekV3"  # keys and values of other widths
+    assert ("verify_attention" in calls) != latent and ("walk_chain" in calls) == (how == "drafter")
+    calls.clear()
+    dspine_hf.generate(target, drafter, ids, attention_mask=mask, max_new_tokens=4, fused_attention=False)
+    assert "verify_attention" not in calls
+
+
+@pytest.mark.parametrize("independent", [False, True])
+@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize("name", WARPERS)
+def test_both_walks_return_the_same_chain(name, do_sample, independent, monkeypatch):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(BATCH, SLOTS, V, generator=generator)
+    block = batch_block(rows, torch.randn(BATCH, V, V, generator=generator), K, independent)
+    seen = None
+    if name == "penalty":
+        seen = SeenTokens(1.4, BATCH, V, "cpu")
+        seen.begin(WARPERS[name][0], torch.randint(V, (BATCH, 12), generator=generator))
+    noise = torch.empty(BATCH, SLOTS, K).exponential_(generator=generator)
+    slot = iter(range(SLOTS))
+    monkeypatch.setattr(fast_walk, "noise_like", lambda x: noise if x.dim() == 3 else noise[:, next(slot)])
+    ours = walk_batch(block, WARPERS[name], seen, do_sample)
+    calls = []
+    theirs = walk_batch(block, WARPERS[name], seen, do_sample, counted(calls))
+    assert calls == ["walk_chain"]
+    assert torch.equal(ours.tokens, theirs.tokens)
+    if do_sample:
+        torch.testing.assert_close(ours.q, theirs.q)
+        torch.testing.assert_close(ours.chosen_q, theirs.chosen_q)
+    if do_sample or name != "penalty":  # a greedy chain's confidence is that before the penalty
+        torch.testing.assert_close(ours.confidence, theirs.confidence)
+
+
+def test_only_usual_processors_in_their_usual_order_are_the_fused_walks():
+    assert chain_settings(WARPERS["all"]) == {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
+    assert chain_settings(WARPERS["penalty"]) == {"repetition_penalty": 1.4, "temperature": 0.8}
+    assert chain_settings(WARPERS["all"][::-1]) is None
+    assert chain_settings([TypicalLogitsWarper(0.9)]) is None
+    assert chain_settings([TemperatureLogitsWarper(0.5)] * 2) is None
+    assert chain_settings([TopPLogitsWarper(0.9, min_tokens_to_keep=2)]) is None
+    assert chain_settings([TopKLogitsWarper(3, filter_value=-100.0)]) is None
