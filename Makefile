@@ -1,11 +1,11 @@
-# make demo, make test, make test-vllm, make test-sglang, make fuzz, make kernels, make quality: each sets up what it
+# make demo, make test, make test-vllm, make test-sglang, make fuzz, make faults, make kernels, make quality: each sets up what it
 # needs first.
 # A second call goes straight to work.
 #
 #   PYTHON=...         the interpreter that the virtual environment is made with (default: python3)
 #   TRANSFORMERS=...   an exact transformers version, in an environment of its own (default: the newest supported)
 #   WORKERS=...        how many tests run at once, each on one thread (default: 2)
-#   ARGS=...           passed on to pytest, dspine demo or the fuzzer: make test ARGS="tests/test_cli.py -x"
+#   ARGS=...           passed on to pytest, dspine demo, fuzzer or faults: make test ARGS="tests/test_cli.py -x"
 
 PYTHON ?= python3
 TRANSFORMERS ?=
@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 PINNED := $(if $(TRANSFORMERS),transformers==$(TRANSFORMERS))
 
 .DELETE_ON_ERROR:
-.PHONY: demo test test-vllm test-sglang fuzz kernels quality format setup clean
+.PHONY: demo test test-vllm test-sglang fuzz faults kernels quality format setup clean
 
 demo: setup
 	$(BIN)/dspine demo $(ARGS)
@@ -38,6 +38,9 @@ test-vllm: .venv-vllm/.installed
 
 test-sglang: .venv-sglang/.installed
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-sglang/bin/python -m pytest tests/test_serving_sglang.py $(ARGS)
+
+faults: setup
+	PYTHONPATH=tests OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -W ignore tests/faults.py $(ARGS)
 
 quality: setup
 	$(BIN)/ruff check .

@@ -79,7 +79,7 @@ class Faults:
         with small_disk(folder) as resize:
             self.case.begin(folder / "out", variant)
             used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*"))
-            room = used + int(dice.uniform(0, 1) * self._needed())
+            room = used + int(dice.uniform(0, 1.3) * self._needed())
             limit = resize(room)
             ended = attempt(self.case, folder / "out", largest=None if limit else max(1, (room - used) // 8))
             assert ended.status == 0 or ended.status == 1 and "expected" in ended.said, ended.said[-3000:]
@@ -143,13 +143,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50, help="runs of each fault")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", choices=list(CASES), help="this command alone")
+    parser.add_argument("--only", choices=list(CASES), nargs="+", default=list(CASES), help="these commands alone")
     parser.add_argument("--kind", choices=("kill", "full", "together"), help="this fault alone")
     parser.add_argument("--run", type=int, help="the run of this number alone")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     rows, failures = [], 0
-    for name in [arguments.only] if arguments.only else CASES:
+    for name in arguments.only:
         with tempfile.TemporaryDirectory() as home:
             faults = Faults(CASES[name](Path(home)), Path(home))
             for kind in [kind for kind in KINDS[name] if arguments.kind in (None, kind)]:

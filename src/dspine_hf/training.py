@@ -2,6 +2,7 @@
 
 import json
 import time
+import traceback
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -298,7 +299,7 @@ class DSpineTrainer(Trainer):
         try:
             super()._save_checkpoint(model, trial)
         except (OSError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "inline_container" not in str(error):  # not of torch.save
+            if isinstance(error, RuntimeError) and not _is_of_torch_save(error):
                 raise
             raise OSError(
                 f"expected room for the checkpoint '{folder}'; found: {error}. Earlier checkpoints are whole: free "
@@ -352,6 +353,11 @@ class DSpineTrainer(Trainer):
             return
         saved = type(self.drafter).from_pretrained(folder, dtype=torch.float32)
         self.drafter.load_state_dict(saved.state_dict())
+
+
+def _is_of_torch_save(error: BaseException) -> bool:
+    """Whether torch.save raised it: a failed write has several messages there, and no class of its own."""
+    return any(frame.filename.endswith("serialization.py") for frame in traceback.extract_tb(error.__traceback__))
 
 
 def _keep_buffers_in_fp32(plugin: Any) -> None:

@@ -132,5 +132,7 @@ def chi_square_p(counts: dict, expected: dict, draws: int) -> float:
     if rest_expected >= 1:
         statistic += (rest - rest_expected) ** 2 / rest_expected
         cells += 1
+    if cells < 2:
+        return 1.0  # a single outcome, which was checked above
     freedom = torch.tensor((cells - 1) / 2, dtype=torch.float64)
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
