@@ -3,7 +3,7 @@
 Every operation at the draft shapes of Qwen3-8B: eager, torch.compile of eager, fused, and the floor: the bytes that
 must move, at the bandwidth of a device copy. Then a draft pass behind 1024 rows of context, walk included, of DSpine
 and of DFlash on the same backbone. Times are medians over replays of a CUDA graph that takes turns among input sets,
-so that weights come from memory and not from a cache. Before that, fused results are compared with fp64 ones on
+so that weights come from memory and not from a cache. After that, fused results are compared with fp64 ones on
 buffers filled with NaN, at the corners of the shape grid: all low, all high, each parameter alone high.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
 """
@@ -105,10 +105,12 @@ def time_operation(op: str, fused: Any, p: Shape, head: torch.Tensor, bandwidth:
     return row | {"speedup": row["eager"] / row["fused"], "over floor": row["fused"] / row["floor"]}
 
 
-def check_corners(fused: Ops, base: Shape, grid: dict[str, tuple], options: argparse.Namespace) -> list[dict]:
-    """Every operation at the corners of the grid, in every dtype."""
+def check_corners(
+    fused: Ops, names: list[str], base: Shape, grid: dict[str, tuple], options: argparse.Namespace
+) -> list[dict]:
+    """The named operations at the corners of the grid, in every dtype."""
     found = []
-    for op in USES:
+    for op in names:
         for corner in corners(op, grid):
             for dtype, most in TOLERANCE.items():
                 error = check(op, fused, replace(base, **corner), dtype, options.device)
@@ -145,6 +147,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small shapes, for the CPU")
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--skip-checks", action="store_true", help="time only")
+    parser.add_argument("--checks-only", action="store_true", help="compare only")
     parser.add_argument("--only", default="", help="comma-separated operations, or 'passes'; empty: all")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -159,20 +162,22 @@ def main() -> None:
     result: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "shape": asdict(p)}
     if options.device == "cuda":
         result["device"] = torch.cuda.get_device_name()
+    names = [op.name for op in fields(Ops) if op.name in chosen]
     with torch.no_grad():
         result["bandwidth"] = copy_bandwidth(options.device)
+        if not options.checks_only:
+            head = torch.randn(p.V, p.d, device=options.device, dtype=options.dtype)
+            result["operations"] = [time_operation(n, fused, p, head, result["bandwidth"], options) for n in names]
+            del head
+            if "passes" in chosen:
+                result["passes"] = draft_passes(p, options)
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
         if not options.skip_checks:
-            result["checks"] = check_corners(fused, p, grid, options)
+            result["checks"] = check_corners(fused, names, p, grid, options)
             failed = [corner for corner in result["checks"] if not corner["passed"]]
             print(f"{len(result['checks'])} corners, {len(failed)} failed; copy {result['bandwidth'] / 1e12:.3f} TB/s")
             if failed:
                 show("not as exact as they must be", [{k: str(v) for k, v in f.items()} for f in failed[:40]])
-        head = torch.randn(p.V, p.d, device=options.device, dtype=options.dtype)
-        names = [op.name for op in fields(Ops) if op.name in chosen]
-        result["operations"] = [time_operation(n, fused, p, head, result["bandwidth"], options) for n in names]
-        del head
-        if "passes" in chosen:
-            result["passes"] = draft_passes(p, options)
     options.out.write_text(json.dumps(result, indent=1) + "\n")
     for name in ("operations", "passes"):
         if result.get(name):
