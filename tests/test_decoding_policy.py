@@ -9,7 +9,15 @@ import torch
 import dspine_hf
 from dspine_hf import decoding, policy
 from dspine_hf.fast_call import Options
-from dspine_hf.policy import JUDGED_ROUNDS, LEARNING_ROUNDS, PLAIN_ROUNDS, REFRESH_ROUNDS, Calibration, Policy
+from dspine_hf.policy import (
+    EARLY_ROUNDS,
+    JUDGED_ROUNDS,
+    LEARNING_ROUNDS,
+    PLAIN_ROUNDS,
+    REFRESH_ROUNDS,
+    Calibration,
+    Policy,
+)
 from helpers.batch_oracle import batch_oracle, padded
 from helpers.oracle import prompt, small_target
 
@@ -130,6 +138,26 @@ def test_calibration_learns_what_a_confidence_is_worth():
     assert table.probability(0, 0.9) == pytest.approx(0.25, abs=0.03)
     assert table.probability(0, 0.3) == pytest.approx(0.5, abs=0.03)
     assert table.probability(1, 0.9) == pytest.approx(0.9)
+
+
+def test_a_drafter_that_is_much_slower_is_given_up_early():
+    machine = Machine(draft=3.0, slope=0.0)
+    for _ in range(40):
+        machine.round([0.3] * SLOTS, 0)
+    assert len([kept for kept in machine.chosen[:30] if kept is not None]) == EARLY_ROUNDS
+
+
+def test_what_a_call_learned_the_next_one_knows():
+    target, text = small_target(seed=2), prompt(7, seed=20)
+    drafter = batch_oracle(target, [target.generate(text, max_new_tokens=40)[0]])
+    rounds = []
+    for _ in range(2):
+        dspine_hf.generate(target, drafter, text, max_new_tokens=30, adaptive=True)
+        rounds.append(drafter.generation_stats.slot_trials)
+    (learned,) = policy._LEARNED[drafter][target].values()
+    assert learned.calibration._trials[0] and sum(learned.calibration._trials[0]) == sum(t[0] for t in rounds if t)
+    dspine_hf.generate(target, drafter, text.repeat(2, 1), max_new_tokens=30, adaptive=True)
+    assert len(policy._LEARNED[drafter][target]) == 2  # another batch, other costs
 
 
 @pytest.mark.parametrize("cost", [0.0, 0.5, 3.0])

@@ -18,7 +18,7 @@ from .fast_stats import RoundLog
 from .fast_target import TargetPasses
 from .fast_walk import SeenTokens, active_processors, is_fast
 from .ops_dspine import EAGER, fused_ops
-from .policy import Policy
+from .policy import Policy, give_back_policy, longest_draft, take_policy
 from .static_cache import Places, RaggedDraftCache
 from .stats_dspine import store_stats
 from .target_dspine import slots_within_positions
@@ -99,7 +99,7 @@ class FastCall:
         self.device = target.get_input_embeddings().weight.device
         if self.device.type == "meta":
             self.device = input_ids.device
-        self.max_slots = 0 if drafter is None else _max_slots(drafter, config)
+        self.max_slots = 0 if drafter is None else longest_draft(drafter, config)
         self.lengths = [self.prompt_length] * self.batch
         self.done = [False] * self.batch
         self.log = RoundLog(self.batch)
@@ -137,7 +137,11 @@ class FastCall:
             self.graphed = graphs.GraphedRounds(self._kept, self.processors, self.options.recorder)
             lengths = graphs.draft_lengths(self.max_slots)
         self._allowed = [0, *lengths]
-        self.policy = Policy(lengths, self.options.clock) if self.options.adaptive and self.max_slots else None
+        self.policy: Policy | None = None
+        self._kind = (self.batch, self.do_sample)
+        if self.options.adaptive and self.max_slots:
+            fresh = Policy(lengths, self.options.clock)
+            self.policy = take_policy(self.drafter, self.target, self._kind, fresh)
         # The next draft is launched before the host reads the last round where nothing on the host can change it.
         unbound = self.graphed is not None and not self._bounded and not self.criteria.needs_text
         self._ahead = unbound and self.policy is not None
@@ -248,6 +252,8 @@ class FastCall:
                 draft = following
             return self._finish()
         finally:
+            if self.policy is not None:
+                give_back_policy(self.drafter, self.target, self._kind, self.policy)
             if self._key_of_graphs is not None:
                 graphs.keep(self.target, self._key_of_graphs, self._kept)
 
@@ -390,10 +396,3 @@ class FastCall:
         if self.config.return_dict_in_generate:
             return GenerateDecoderOnlyOutput(sequences=sequences)
         return sequences
-
-
-def _max_slots(drafter: Any, config: Any) -> int:
-    """The longest draft that the drafter and both configs allow."""
-    own = getattr(getattr(drafter, "generation_config", None), "num_assistant_tokens", None)
-    limits = (drafter.config.num_draft_slots, config.num_assistant_tokens, own)
-    return min(int(limit) for limit in limits if limit is not None)

@@ -4,17 +4,28 @@ Lossless by construction. Whether slot t + 1 is kept depends on the drafter's co
 slots 1..t alone decide, and on the outcomes and the times of earlier rounds; never on a token that would be cut.
 """
 
+import threading
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 BINS = 8
 PRIOR = 4.0  # rounds' worth of trust in the drafter's own confidence
-LEARNING_ROUNDS = 6  # whole drafts before any is cut
+LEARNING_ROUNDS = 4  # whole drafts before any is cut
 PLAIN_ROUNDS = 2  # passes without a draft at the start, to know their cost
 REFRESH_ROUNDS = 64  # drafted rounds between two more of them
 JUDGED_ROUNDS = 12  # drafted rounds before a verdict on drafting
+EARLY_ROUNDS, EARLY_VERDICT = 6, 0.75  # fewer where drafting is this much slower than plain decoding
 FIRST_PAUSE, LAST_PAUSE = 32, 1024  # passes without a draft after a bad verdict
+
+
+def longest_draft(drafter: Any, config: Any) -> int:
+    """The longest draft that the drafter and both configs allow."""
+    own = getattr(getattr(drafter, "generation_config", None), "num_assistant_tokens", None)
+    limits = (drafter.config.num_draft_slots, config.num_assistant_tokens, own)
+    return min(int(limit) for limit in limits if limit is not None)
 
 
 @dataclass
@@ -92,6 +103,11 @@ class Policy:
         self._resume = 0
         self._pause = FIRST_PAUSE
         self._began = clock()
+
+    @property
+    def key(self) -> tuple:
+        """What another policy must share to go on from here."""
+        return tuple(self._lengths), self._clock
 
     def begin(self) -> None:
         """A round begins now."""
@@ -183,7 +199,9 @@ class Policy:
 
     def _judge(self) -> None:
         """Stops drafting for a while, twice as long each time, once it has been slower than plain decoding."""
-        if self._round.count < JUDGED_ROUNDS or self.speedup is None:
+        if self.speedup is None or self._round.count < EARLY_ROUNDS:
+            return
+        if self._round.count < JUDGED_ROUNDS and self.speedup >= EARLY_VERDICT:
             return
         if self.speedup >= 1:
             self._pause = FIRST_PAUSE
@@ -191,3 +209,21 @@ class Policy:
         self._resume = self._passes + self._pause
         self._pause = min(LAST_PAUSE, 2 * self._pause)
         self._gain, self._round = Average(), Average()
+
+
+# By drafter, by target, by shape of call: what earlier calls learned. Kept outside of the models, which may be copied.
+_LEARNED: "weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Any, dict]]" = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def take_policy(drafter: Any, target: Any, call: tuple, fresh: Policy) -> Policy:
+    """The policy of the last call of this kind, which is this call's alone until it is given back; else `fresh`."""
+    with _LOCK:
+        return _LEARNED.get(drafter, {}).get(target, {}).pop((call, fresh.key), fresh)
+
+
+def give_back_policy(drafter: Any, target: Any, call: tuple, policy: Policy) -> None:
+    """Leaves a policy for the next call of this kind."""
+    with _LOCK:
+        by_target = _LEARNED.setdefault(drafter, weakref.WeakKeyDictionary())
+        by_target.setdefault(target, {})[(call, policy.key)] = policy
