@@ -27,7 +27,6 @@ RUNS = {
     "load_from_hub": [],
     "load_from_hub without a patch": ["--patch-free"],
     "push": ["published", "someone/my-drafter"],
-    "bench_decode": ["--tiny", "--temperatures", "1.0", "--out", "decode.json"],
     "check_exactness": ["--target", "target", "--drafter", "published", "--prompts", "turns.jsonl"],
     "analyse_injection": [
         "--target",
