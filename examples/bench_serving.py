@@ -47,9 +47,9 @@ def speculative(name: str, args: argparse.Namespace) -> dict | None:
     model = {"dspine": args.drafter, "dflash": args.dflash}.get(name)
     if model is None:
         return None
-    from transformers import AutoConfig
+    from transformers import PreTrainedConfig
 
-    block = AutoConfig.from_pretrained(model, trust_remote_code=True).block_size
+    block = PreTrainedConfig.get_config_dict(model)[0]["block_size"]
     return {"method": "dflash", "model": model, "num_speculative_tokens": block - 1}
 
 

@@ -233,6 +233,10 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
         rows = scores.new_full((n, self.own.vocab_size), float("-inf"))
         return rows.scatter_(1, candidates[:n], scores[:n])
 
+    def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """The drafted tokens [n], for engines that ask for no rows."""
+        return self.compute_logits(hidden_states).argmax(-1)
+
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load a DSpine checkpoint. Raises ValueError for a missing, superfluous or misshapen tensor."""
         tensors = drafter_tensors(self.own, weights)
