@@ -49,7 +49,7 @@ def record(run: Callable[[], Any], pool: Any) -> Recording:
             run()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
         result = run()
     return Recording(graph.replay, result)
 
