@@ -77,21 +77,24 @@ def _gate_kernel(
     known = ((m > 0) & (m <= M))[:, None]  # m - 1 is a slot
     here = (m < M)[:, None]
 
-    row = tl.arange(0, RANK)
-    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(row < r, row, 2 * r), known, M, d, r, eps, SPLITS)
+    k = tl.arange(0, RANK)
+    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
     scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
     if tl.program_id(1) == 0:
-        z_at = z_ptr + (m - 1).to(tl.int64)[:, None] * r + row[None, :]
-        tl.store(z_at, P_n * scale, mask=known & (row < r)[None, :])
+        z_at = z_ptr + (m - 1).to(tl.int64)[:, None] * r + k[None, :]
+        tl.store(z_at, P_n * scale, mask=known & (k < r)[None, :])
 
     acc = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)  # A n
     acc += tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)[None, :]
-    for start in range(0, r, BLOCK_K):
-        k = start + tl.arange(0, BLOCK_K)
-        z = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS) * scale
-        anchor = tl.load(anchor_at + k[None, :], mask=here & first & (k < r)[None, :], other=0.0)
+    for start in tl.static_range(0, RANK, BLOCK_K):
+        c = start + tl.arange(0, BLOCK_K)
+        if BLOCK_K == RANK:
+            z = P_n * scale
+        else:
+            z = _projected(x_ptr, squares_ptr, m - 1, tl.where(c < r, c, 2 * r), known, M, d, r, eps, SPLITS) * scale
+        anchor = tl.load(anchor_at + c[None, :], mask=here & first & (c < r)[None, :], other=0.0)
         s = tl.where(first, anchor.to(tl.float32), z).to(dtype)
-        B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
+        B = tl.load(B_ptr + n[:, None] * r + c[None, :], mask=(n < r)[:, None] & (c < r)[None, :], other=0.0)
         acc = product(s, B, acc, UPCAST)
     z = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
     anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0)
@@ -130,7 +133,7 @@ def _tile(n: int, most: int) -> int:
 
 def _split(programs: int, d: int, block: int) -> tuple[int, int]:
     """Into how many parts to cut d so that about PROGRAMS programs run, and the length of a part."""
-    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, 2 * block), MAX_SPLITS)
+    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, block), MAX_SPLITS)
     length = triton.cdiv(triton.cdiv(d, splits), block) * block
     return triton.cdiv(d, length), length
 
@@ -148,19 +151,24 @@ def _gated_injection(
         return out.copy_(h), z
     RANK, dots = max(16, next_power_of_2(r)), product_options(h.dtype)
     wide, BLOCK_M = h.dtype is torch.float32, _tile(M, 64)
-    BLOCK_N, BLOCK_D = (16, _tile(d, 64 if wide else 256)) if BLOCK_M == 16 else (32, _tile(d, 32 if wide else 128))
+    shape = {"num_warps": 4}
+    if BLOCK_M > 16:
+        BLOCK_N, BLOCK_D = 32, _tile(d, 32 if wide else 128)
+    elif wide:
+        BLOCK_N, BLOCK_D = 16, _tile(d, 64)
+    else:  # few rows: most of a program's weights in flight at once
+        BLOCK_N, BLOCK_D, shape = 16, _tile(triton.cdiv(d, 2 * MAX_SPLITS), 512), {"num_warps": 8, "num_stages": 2}
     tiles = triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N)
     splits, split_d = _split(tiles[0] * tiles[1], d, BLOCK_D)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
     _project_kernel[(*tiles, splits)](
         h, w, P, A, x, squares, slots - 1, M, d, r, split_d,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, num_warps=4, **dots,
+        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, **shape, **dots,
     )  # fmt: skip
-    BLOCK_M, BLOCK_N, BLOCK_K = _tile(M + 1, 32), 16, min(RANK, 32 if wide else 64)
+    BLOCK_M, BLOCK_N, BLOCK_K = _tile(M + 1, 32), 16, min(RANK, 32) if wide else RANK
     _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
         x, squares, anchor, B, b, z, g, slots - 1, M, d, r, eps,
-        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, RANK=RANK,
-        num_warps=8, num_stages=2, **dots,
+        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, RANK=RANK, num_warps=8, **dots,
     )  # fmt: skip
     BLOCK_M, BLOCK_N, BLOCK_K = _tile(blocks * slots, 64), 32, min(RANK, 32 if wide else 128)
     _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
