@@ -37,11 +37,14 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=int, default=128)
     parser.add_argument("--context", type=int, default=1024, help="length of random prompts, and of timed passes")
     parser.add_argument("--block-size", type=int, default=16, help="of a random drafter")
+    parser.add_argument(
+        "--rows", type=int, nargs="+", help="rows of the timed verifications; default: 1 to the block size"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--fused", action="store_true", help="the drafter's fused kernels")
-    parser.add_argument("--compile", action="store_true", help="compile the target in the fast loop")
+    parser.add_argument("--compile", action="store_true", help="compile both models in the fast loop")
     parser.add_argument("--out", default="decode.json")
     parser.add_argument("--tiny", action="store_true", help="random tiny weights, a few tokens: seconds on a CPU")
     args = parser.parse_args()
@@ -56,7 +59,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     inputs = batch_of(args, tokenizer, size, target.config.vocab_size)
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     options = {**inputs, **sampling, "max_new_tokens": args.max_new_tokens}
-    fast = {**options, "compile_target": args.compile}
+    fast = {**options, "compiled": args.compile}
     ways = {
         "plain generate()": lambda: target.generate(**options),
         "loop, no drafter": lambda: dspine_hf.generate(target, None, **fast),
@@ -105,7 +108,7 @@ def pass_costs(args, target, drafter, size: int) -> dict:
 
     def measure(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         arguments = (logits_processor, stopping_criteria, generation_config, model_kwargs)
-        call = FastCall(target, drafter, input_ids, *arguments, Options(compile_target=args.compile))
+        call = FastCall(target, drafter, input_ids, *arguments, Options(compiled=args.compile))
         call.prefill()
         used, first = args.context + 1 + 2 * slots, args.context
         if call.graphed is None:
@@ -115,7 +118,7 @@ def pass_costs(args, target, drafter, size: int) -> dict:
             draft, verify = lambda: call.graphed.draft(used), lambda n: call.graphed.verify(n, used)
         with graphs.frozen(call.rounds):
             found["draft"] = timed(draft, args.device, 4 * args.repeats)
-            for drafts in range(slots + 1):
+            for drafts in [n - 1 for n in args.rows] if args.rows else range(slots + 1):
                 found["verify"][1 + drafts] = timed(lambda n=drafts: verify(n), args.device, 4 * args.repeats)
                 whole = lambda n=drafts: (draft(), verify(n).tolist())  # noqa: E731
                 found["round"][1 + drafts] = timed(whole, args.device, 4 * args.repeats)

@@ -25,7 +25,7 @@ def generate(
     tokenizer: Any = None,
     adaptive: bool = False,
     use_graphs: bool | None = None,
-    compile_target: bool = False,
+    compiled: bool = False,
     fused_attention: bool | None = None,
     **kwargs: Any,
 ) -> Any:
@@ -41,7 +41,8 @@ def generate(
             the target's; but it depends on a clock then which of its texts a seed gives.
         use_graphs: replay each half of a round as a CUDA graph, kept for later calls until
             [`dspine_hf.graphs.release`]; None: where the target allows it.
-        compile_target: run the target through torch.compile.
+        compiled: run the passes of target and drafter, other than the prompt's, through torch.compile; every number of
+            rows is compiled once.
         fused_attention: verify with the kernel package's attention; None: if the drafter's config asks for fused
             kernels.
 
@@ -69,7 +70,7 @@ def generate(
             stopping_criteria,
             generation_config,
             model_kwargs,
-            Options(streamer, adaptive, use_graphs, compile_target, fused_attention),
+            Options(streamer, adaptive, use_graphs, compiled, fused_attention),
         )
         return call.run()
 

@@ -38,7 +38,7 @@ class Options:
     streamer: Any = None
     adaptive: bool = False
     use_graphs: bool | None = None
-    compile_target: bool = False
+    compiled: bool = False
     fused_attention: bool | None = None
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
@@ -167,7 +167,7 @@ class FastCall:
         shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
         how: tuple[Any, ...] = (
             torch.is_inference_mode_enabled(),
-            self.options.compile_target,
+            self.options.compiled,
             self.options.fused_attention,
             self.text_config._attn_implementation,
         )
@@ -215,7 +215,8 @@ class FastCall:
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
-        rounds.passes.attach(self.target, taps, attend, self.options.compile_target)
+            rounds.compiled = self.options.compiled
+        rounds.passes.attach(self.target, taps, attend, self.options.compiled)
 
     def _begin(self, rows: Rows) -> None:
         """Writes the prompts into the batch's state."""
@@ -265,7 +266,7 @@ class FastCall:
         if rounds.context is not None:
             columns = torch.arange(self.prompt_length, device=self.device).expand(self.batch, -1)
             rounds.context.places = Places(columns, self.prompt_length, 0)
-            rounds.extend(outputs, self.positions)
+            rounds.extend(outputs, self.positions, prompt=True)
         scores = outputs.logits[:, -1].to(torch.float32, copy=True).to(self.device)
         for processor in self.processors:
             scores = processor(ids, scores)

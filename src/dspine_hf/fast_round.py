@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .fast_target import TargetPasses
+from .fast_target import TargetPasses, compiled_method
 from .fast_walk import Chain, SeenTokens, noise_like, walk_batch, warp
 from .generation_dspine import first_slots
 from .ops_dspine import EAGER
@@ -80,6 +80,7 @@ class Rounds:
         do_sample: sample, instead of taking the best.
         last_position: the last position that the target has an embedding for, or None.
         drafter, view: the draft model and its view of the target, put in for each call.
+        compiled: whether the drafter's passes go through torch.compile.
     """
 
     passes: TargetPasses
@@ -90,6 +91,7 @@ class Rounds:
     last_position: int | None = None
     drafter: Any = field(default=None, init=False)
     view: Any = field(default=None, init=False)
+    compiled: bool = field(default=False, init=False)
     chain: Chain | None = field(default=None, init=False)
 
     def detach(self) -> None:
@@ -124,7 +126,7 @@ class Rounds:
         places, positions = self._places(1 + slots, columns, first)
         self.context.places = places
         mask = self._draft_mask(places, columns, first)
-        block = self.drafter.draft_block(
+        block = self._method("draft_block")(
             self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask
         )
         block = first_slots(block, self.max_slots)
@@ -183,10 +185,14 @@ class Rounds:
             self.extend(outputs, positions)
         return outputs.logits.to(anchor.device)
 
-    def extend(self, outputs: Any, positions: torch.Tensor) -> None:
+    def extend(self, outputs: Any, positions: torch.Tensor, prompt: bool = False) -> None:
         """A pass's features become context, those of rejected rows too: they are hidden until overwritten."""
         features = self.passes.features(outputs, self.drafter.device, self.drafter.dtype)
-        self.drafter.extend_context(self.context, features, positions)
+        extend = self.drafter.extend_context if prompt else self._method("extend_context")
+        extend(self.context, features, positions)
+
+    def _method(self, name: str) -> Any:
+        return compiled_method(self.drafter, name) if self.compiled else getattr(self.drafter, name)
 
     # ---- accept -----------------------------------------------------------------------------------------------
 

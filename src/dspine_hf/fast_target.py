@@ -5,7 +5,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,23 +31,19 @@ class Verification:
     Attributes:
         attend: the fused attention, or None.
         start, limit: the first visible column of every batch row `[batch]`, and the last of every row `[batch, rows]`.
-        windows: how many columns a row sees (0: all) under the mask at this address.
+        window: how many columns a row of a sliding layer sees; 0: there are no such layers.
+        mixed: whether other layers see all columns.
+        groups: query heads that share a key head.
+        packed: by sliding or not, the mask for packed heads `[batch, 1, groups * rows, columns]`; None if attend.
     """
 
     attend: Any
     start: torch.Tensor
     limit: torch.Tensor
-    windows: dict[int, int]
-    _tiles: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
-
-    def tiled(self, mask: torch.Tensor, groups: int) -> torch.Tensor:
-        """The mask `[batch, 1, rows, columns]` for packed query heads, `[batch, 1, groups * rows, columns]`."""
-        if mask.shape[2] == 1:
-            return mask
-        key = (mask.data_ptr(), groups)
-        if key not in self._tiles:
-            self._tiles[key] = mask.repeat(1, 1, groups, 1)
-        return self._tiles[key]
+    window: int
+    mixed: bool
+    groups: int
+    packed: dict[bool, torch.Tensor] | None
 
 
 def _grouped_attention(
@@ -69,14 +65,19 @@ def _grouped_attention(
         or any(kwargs.get(name) is not None for name in extras)
     ):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-    window = verification.windows.get(attention_mask.data_ptr())
-    if verification.attend is not None and key.shape == value.shape and window is not None:
+    known = "sliding_window" in kwargs or not verification.mixed
+    sliding = bool(verification.window) and (not verification.mixed or bool(kwargs.get("sliding_window")))
+    if verification.attend is not None and key.shape == value.shape and known:
         start, limit = verification.start, verification.limit
+        window = verification.window if sliding else 0
         out = verification.attend(query, key, value, start, limit, scale=kwargs.get("scaling"), window=window)
         return out.transpose(1, 2), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, width)
-        attention_mask = verification.tiled(attention_mask, groups)
+        if verification.packed is not None and groups == verification.groups and known:
+            attention_mask = verification.packed[sliding]
+        elif rows > 1:
+            attention_mask = attention_mask.repeat(1, 1, groups, 1)
     out = F.scaled_dot_product_attention(
         query, key, value, attn_mask=attention_mask, scale=kwargs.get("scaling")
     )  # [batch, kv_heads, groups * rows, width]
@@ -145,15 +146,16 @@ def refuse_target(target: Any, layers: list[Any]) -> None:
         raise ValueError(f"expected layers of full or sliding attention; {name} has {sorted(unknown)}. {way_out}")
 
 
-_COMPILED: "weakref.WeakKeyDictionary[Any, Any]" = weakref.WeakKeyDictionary()
+_COMPILED: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
 
 
-def compiled_forward(target: Any) -> Any:
-    """The target's forward pass through torch.compile, made once per target."""
-    if target not in _COMPILED:
-        reference: Any = weakref.ref(target)  # or the value would keep its key alive
-        _COMPILED[target] = torch.compile(lambda **inputs: reference()(**inputs), dynamic=False)
-    return _COMPILED[target]
+def compiled_method(model: Any, name: str) -> Any:
+    """A method of a model through torch.compile, made once per model."""
+    found = _COMPILED.setdefault(model, {})
+    if name not in found:
+        reference: Any = weakref.ref(model)  # or the value would keep its key alive
+        found[name] = torch.compile(lambda *args, **inputs: getattr(reference(), name)(*args, **inputs), dynamic=False)
+    return found[name]
 
 
 def _keeps_rows(layer: Any) -> bool:
@@ -186,6 +188,9 @@ class TargetPasses:
         windows = {getattr(layer, "sliding_window", None) if layer.is_sliding else None for layer in kept}
         self._window = next((w for w in windows if w is not None), None)
         self._mixed = len(windows) > 1
+        text = target.config.get_text_config(decoder=True)
+        heads = getattr(text, "num_attention_heads", 1)
+        self._groups = max(1, heads // (getattr(text, "num_key_value_heads", None) or heads))
         self._keeps_logits = target._supports_logits_to_keep()
         self._additive = target.dtype if target.dtype.is_floating_point else torch.float32
 
@@ -200,7 +205,7 @@ class TargetPasses:
             compiled: verify with the compiled target.
         """
         self.target, self.taps, self._attend = target, taps, attend
-        self._compiled = compiled_forward(target) if compiled else target
+        self._compiled = compiled_method(target, "__call__") if compiled else target
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
         """The first pass over left-padded prompts `[batch, length]`; its logits are those of the last row."""
@@ -221,17 +226,19 @@ class TargetPasses:
             padded: whether any of them is not 0.
             places: where the rows go.
         """
-        hidden = start if padded else None
-        full = self._mask(places, hidden, None if self._mixed else self._window)
-        windows = {full.data_ptr(): 0 if self._mixed else self._window or 0}
-        mask: Any = full
+        hidden, window = start if padded else None, self._window
+        masks = {} if window is None else {True: self._mask(places, hidden, window)}
+        if window is None or self._mixed:
+            masks[False] = self._mask(places, hidden, None)
+        mask: Any = next(iter(masks.values()))
         if self._mixed:
-            sliding = self._mask(places, hidden, self._window)
-            mask, windows[sliding.data_ptr()] = (
-                {"full_attention": full, "sliding_attention": sliding},
-                self._window or 0,
-            )
-        _ACTIVE.verification = Verification(self._attend, start, places.index, windows)
+            mask = {"full_attention": masks[False], "sliding_attention": masks[True]}
+        packed = None
+        if self._attend is None:
+            packed = {kind: m if m.shape[2] == 1 else m.repeat(1, 1, self._groups, 1) for kind, m in masks.items()}
+        _ACTIVE.verification = Verification(
+            self._attend, start, places.index, window or 0, self._mixed, self._groups, packed
+        )
         try:
             with borrowed_attention(self.target):
                 return self._run(self._compiled, ids, mask, positions, places)

@@ -1,7 +1,6 @@
 """The eager reference of every DSpine operation, one plain function each, and the choice of eager or fused ones."""
 
 import importlib
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -233,7 +232,6 @@ EAGER = Ops()
 _CHOSEN: dict[tuple, Ops] = {}
 
 
-@torch.compiler.assume_constant_result
 def fused_ops(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Ops:
     """The fused operations for these shapes; the eager ones, with one warning that says why, where they cannot run.
 
@@ -241,17 +239,21 @@ def fused_ops(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Op
         device: type of the drafter's device. dtype: of its weights.
         rank: r, the width of the transfer space. candidates: K.
     """
-    key = (device, dtype, rank, candidates, os.environ.get("TRITON_INTERPRET"))
-    if key not in _CHOSEN:
-        kernels, reason = find_kernels()
-        if kernels is not None:
-            reason = kernels.why_not(device, dtype=dtype, rank=rank, candidates=candidates)
-        if kernels is None or reason:
-            warnings.warn(f"use_fused_kernels=True: {reason}; the eager operations run.", stacklevel=2)
-            _CHOSEN[key] = EAGER
-        else:
-            _CHOSEN[key] = Ops(**{op.name: getattr(kernels, op.name) for op in fields(Ops)})
-    return _CHOSEN[key]
+    chosen = _CHOSEN.get((device, dtype, rank, candidates))  # a look-up, so that torch.compile can follow it
+    return _choose(device, dtype, rank, candidates) if chosen is None else chosen
+
+
+def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Ops:
+    kernels, reason = find_kernels()
+    if kernels is not None:
+        reason = kernels.why_not(device, dtype=dtype, rank=rank, candidates=candidates)
+    if kernels is None or reason:
+        warnings.warn(f"use_fused_kernels=True: {reason}; the eager operations run.", stacklevel=3)
+        chosen = EAGER
+    else:
+        chosen = Ops(**{op.name: getattr(kernels, op.name) for op in fields(Ops)})
+    _CHOSEN[device, dtype, rank, candidates] = chosen
+    return chosen
 
 
 def find_kernels() -> tuple[ModuleType | None, str]:

@@ -1,0 +1,42 @@
+"""With `compiled`, every pass of the fast loop is one graph of torch.compile, with fused kernels too."""
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+
+import dspine_hf
+from dspine_hf import fast_target
+
+SHAPES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 97,
+    "initializer_range": 0.3,
+}
+TARGETS = {
+    "full": lambda: Qwen3ForCausalLM(Qwen3Config(**SHAPES)),
+    "mixed windows": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SHAPES, sliding_window=8, query_pre_attn_scalar=16)),
+}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("name", TARGETS)
+def test_a_compiled_call_breaks_no_graph_and_writes_the_same_text(name, fused, monkeypatch):
+    torch.manual_seed(2)
+    target = TARGETS[name]().eval()
+    settings = {"block_size": 4, "num_candidates": 4, "transfer_rank": 16, "num_hidden_layers": 3}
+    drafter = dspine_hf.DSpineDraftModel.for_target(target, **settings, use_fused_kernels=fused).eval()
+    torch._dynamo.reset()
+    counters.clear()
+    genuine = torch.compile
+    monkeypatch.setattr(fast_target.torch, "compile", lambda call, **more: genuine(call, backend="aot_eager", **more))
+    inputs = {"input_ids": torch.randint(5, 97, (1, 14)), "max_new_tokens": 4, "do_sample": False}
+    found = dspine_hf.generate(target, drafter, compiled=True, fused_attention=fused, **inputs)
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert counters["frames"]["ok"] >= 3
+    assert torch.equal(found, target.generate(**inputs))
