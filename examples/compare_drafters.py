@@ -73,8 +73,7 @@ def main() -> None:
         if texts:
             held_out[temperature] = FeatureStore(model, layers, texts, max_length=1024), names
     print(
-        f"{len(store)} sequences, {store.tokens.shape[0]} tokens, ready after {time.perf_counter() - started:.0f} s",
-        flush=True,
+        f"{len(store)} sequences, {len(store.tokens)} tokens, after {time.perf_counter() - started:.0f} s", flush=True
     )
     for fields in json.loads(Path(args.variants).read_text()):
         if time.perf_counter() - started > args.seconds:

@@ -39,6 +39,10 @@ RUNS = {
         "1",
     ],
 }
+BULK = "--target target --prompts turns.jsonl --evaluate turns.jsonl --own 4 --dialogues 4 --batch 4 --new-tokens 24"
+RUNS["bulk_generate"] = f"{BULK} --length 320 --longest 500 --evaluate-length 64 --out bulk".split()
+INPUTS = "--target target --train bulk/train.npz --continuations bulk/eval.jsonl --variants variants.json"
+RUNS["compare_drafters"] = f"{INPUTS} --max-length 64 --out compared --save small".split()
 DRIVER = """
 import contextlib, io, json, runpy, sys, traceback
 runs, folder, found = json.loads(sys.argv[1]), sys.argv[2], {}
@@ -71,6 +75,8 @@ def home(server, tmp_path_factory):
     server.add_folder(DRAFTER, published)
     write_jsonl(home / "prompts.jsonl", [{"prompt": "w1 w2"}, {"prompt": "w5"}, {"prompt": "w9 w7 w3"}])
     write_jsonl(home / "turns.jsonl", [{"turns": ["w1 w2"]}, {"turns": ["w9 w7 w3"]}])
+    variant = {"name": "small", "config": {"block_size": 4}, "steps": 2, "sequences": 2, "anchors": 2}
+    (home / "variants.json").write_text(json.dumps([variant]))
     return home
 
 
@@ -107,6 +113,8 @@ EXPECTED = {
     "push": ["Sending to ", "model.safetensors", "Done: "],
     "check_exactness": ["2 prompts, 0 differ"],
     "analyse_injection": ["Covering and choosing", "nearest of z", "over 1 texts, written to analysis"],
+    "bulk_generate": [" responses, "],
+    "compare_drafters": ["== small: ", '"1": {"mean_acceptance_length": '],
     "dry_run": ['"peak_memory_gib": null', '"blocks_per_second": ', '"target_forward_seconds": ', '"total": '],
 }
 
@@ -127,7 +135,7 @@ def test_the_recipe_gives_the_same_text(printed):
     assert printed["load_from_hub"][0] == printed["load_from_hub without a patch"][0]
 
 
-@pytest.mark.parametrize("folder", ["my-drafter", "from-file", "my-domain-drafter"])
+@pytest.mark.parametrize("folder", ["my-drafter", "from-file", "my-domain-drafter", "compared/small"])
 def test_what_was_trained_is_a_drafter_of_its_target(printed, home, folder):
     drafter = AutoModel.from_pretrained(home / folder)
     drafter.check_target(tiny_chat_target())
