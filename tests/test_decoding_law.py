@@ -61,7 +61,7 @@ def test_a_rows_step_has_the_targets_law_whatever_the_batch(target, setting, ind
     options = SETTINGS[setting]
     ids = torch.cat([prompt(4, seed=s, vocabulary=V) for s in range(BATCH)])
     processors = processors_of(target, ids, options)
-    assert is_fast(list(processors))
+    assert is_fast(list(processors), ids.shape[1])
     single, batch = blocks_of(independent)
     for row in (BATCH - 1,):
         drafts = naive_drafts(single[row], ids[row : row + 1], options, None)

@@ -156,7 +156,7 @@ class FastCall:
                 "use_graphs=True: expected a target on one CUDA device whose rotary table does not depend on the "
                 "length; found another. Leave `use_graphs` unset."
             )
-        lasting = is_fast(self.processors) and graphs.signature(self.processors) is not None
+        lasting = is_fast(self.processors, self.prompt_length) and graphs.signature(self.processors) is not None
         return able and lasting and (self.options.use_graphs or not graphs.is_uncapturable(self.target))
 
     def _key(self, capacity: int) -> tuple:
@@ -300,7 +300,7 @@ class FastCall:
         """
         rounds, nothing = self.rounds, [0] * self.batch
         processors = active_processors(self.processors, min(self._open()))
-        fast, slots = is_fast(processors), self._room()
+        fast, slots = is_fast(processors, self.prompt_length), self._room()
         rounds.chain = None
         if not slots or (fast and self.policy is not None and not self.policy.wants_draft()):
             return Draft(0, processors, fast, nothing)

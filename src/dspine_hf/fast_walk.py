@@ -88,10 +88,16 @@ def active_processors(processors: Any, length: int) -> list[Any]:
     return [processor for processor in processors if not is_spent(processor, length)]
 
 
-def is_fast(processors: list[Any]) -> bool:
-    """Whether this walk can run them: row-wise warpers and at most one repetition penalty."""
-    rest = [type(processor) for processor in processors if type(processor) not in ROW_WISE]
-    return rest in ([], [RepetitionPenaltyLogitsProcessor])
+def is_fast(processors: list[Any], prompt_length: int) -> bool:
+    """
+    Whether this walk can run them: row-wise warpers and at most one repetition penalty, which ignores tokens of the
+    prompt alone.
+    """
+    rest = [processor for processor in processors if type(processor) not in ROW_WISE]
+    if len(rest) != 1 or type(rest[0]) is not RepetitionPenaltyLogitsProcessor:
+        return not rest
+    ignored = rest[0].prompt_ignore_length
+    return ignored is None or int(torch.as_tensor(ignored).max()) <= prompt_length
 
 
 def noise_like(x: torch.Tensor) -> torch.Tensor:
