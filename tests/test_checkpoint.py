@@ -211,8 +211,3 @@ def test_a_cast_drafter_keeps_its_rotary_positions(target):
         cast.rotary_emb(torch.zeros(1), positions), drafter.rotary_emb(torch.zeros(1), positions), strict=True
     ):
         assert torch.equal(found, wanted)
-
-
-def test_asking_for_fused_kernels_warns_that_there_are_none():
-    with pytest.warns(UserWarning, match="no fused kernels yet"):
-        tiny_drafter(tiny_target(), use_fused_kernels=True)

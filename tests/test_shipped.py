@@ -30,14 +30,18 @@ def test_demo_of_the_shipped_drafter_gives_identical_text_in_fewer_passes(embedd
     assert found["acceptance_length"] > 1.5
 
 
-def test_readme_snippet_runs_and_answers(embedded_target, monkeypatch, capsys):
-    snippet, _ = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_readme_snippets_run_and_answer(embedded_target, monkeypatch, capsys):
+    first, _, batch = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     monkeypatch.setattr(dspine_hf, "load_embedded_target", lambda: embedded_target)
     monkeypatch.chdir(README.parent)
-    exec(compile(snippet.replace("max_new_tokens=128", "max_new_tokens=24"), "README.md", "exec"), {})
+    monkeypatch.setattr(embedded_target[1], "padding_side", "right")
+    names = {}
+    for snippet in (first, batch):
+        exec(compile(re.sub(r"max_new_tokens=\d+", "max_new_tokens=24", snippet), "README.md", "exec"), names)
     *text, acceptance_length = capsys.readouterr().out.strip().splitlines()
     assert "sky" in " ".join(text)
     assert float(acceptance_length) > 1.5
+    assert len(names["out"]) == 2 and names["drafter"].generation_stats.accepted > 0
 
 
 def test_shards_are_small_enough_to_be_kept_in_git():
