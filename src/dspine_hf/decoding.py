@@ -74,6 +74,7 @@ def generate(
         )
         return call.run()
 
+    _refuse_other_assistants(drafter, kwargs)
     name = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
     if name not in (None, "dynamic", "dynamic_full"):
         raise ValueError(f"cache_implementation={name!r}: the fast loop has a static cache of its own. Drop it.")
@@ -81,6 +82,21 @@ def generate(
     if input_ids is not None:
         kwargs["input_ids"] = input_ids
     return model.generate(custom_generate=decode, streamer=streamer, **kwargs)
+
+
+def _refuse_other_assistants(drafter: Any, kwargs: dict[str, Any]) -> None:
+    """Raises for what would draft beside the drafter or in place of it."""
+    for name in ("assistant_model", "custom_generate"):
+        if kwargs.get(name) is not None:
+            raise ValueError(
+                f"`{name}` does not go with dspine_hf.generate, which has a loop of its own. Pass a DSpine drafter "
+                f"as the second argument, or use model.generate(..., {name}=...)."
+            )
+    if drafter is not None and not hasattr(drafter, "check_target"):
+        raise TypeError(
+            f"expected a DSpine drafter or None as the second argument; found {type(drafter).__name__}. Load one "
+            "with AutoModel.from_pretrained."
+        )
 
 
 def _with_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

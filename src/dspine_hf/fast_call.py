@@ -21,7 +21,7 @@ from .ops_dspine import EAGER, fused_ops
 from .policy import Policy, give_back_policy, longest_draft, take_policy
 from .static_cache import Places, RaggedDraftCache
 from .stats_dspine import store_stats
-from .target_dspine import slots_within_positions
+from .target_dspine import last_position, refuse_position, slots_within_positions
 
 
 @dataclass
@@ -106,6 +106,8 @@ class FastCall:
         self.mask = model_kwargs.get("attention_mask")
         self.mask = None if self.mask is None else self.mask.to(self.device)
         self.positions = self._positions(model_kwargs.get("position_ids"))
+        self._last = last_position(target)
+        refuse_position(self._last, self.positions)
         self._prepare(model_kwargs)
 
     def _positions(self, given: torch.Tensor | None) -> torch.Tensor:
@@ -179,10 +181,7 @@ class FastCall:
         if self.drafter is not None:
             context = RaggedDraftCache(self.drafter.config.num_hidden_layers, capacity)
         passes = TargetPasses(self.target, model_kwargs, capacity)
-        learned = getattr(self.text_config, "rope_parameters", None) is None
-        limit = getattr(self.text_config, "max_position_embeddings", None) if learned else None
-        last_position = None if limit is None else limit - 1
-        return Rounds(passes, self._make_rows(capacity), context, self.max_slots, self.do_sample, last_position)
+        return Rounds(passes, self._make_rows(capacity), context, self.max_slots, self.do_sample, self._last)
 
     def _make_rows(self, capacity: int) -> Rows:
         length = torch.zeros(self.batch, dtype=torch.long, device=self.device)
@@ -281,10 +280,11 @@ class FastCall:
         slots = self.max_slots  # graphs keep their length: rows take no more tokens than they have room for
         if self.graphed is None:
             slots = min(slots, self.criteria.max_length - min(self._open()) - 1)
-        if slots > 0 and self._bounded:
+        if self._bounded:
             shift = self.rounds.rows.shift.tolist()
             for length, offset, done in zip(self.lengths, shift, self.done, strict=True):
                 if not done:
+                    refuse_position(self._last, length - 1 - offset)
                     slots = min(slots, slots_within_positions(self.text_config, length - 1 - offset) or 0)
         return max(length for length in self._allowed if length <= max(0, slots))
 

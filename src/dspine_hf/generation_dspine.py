@@ -21,7 +21,7 @@ from .refusals_dspine import refuse_conflicts, refuse_moved_modes, refuse_statef
 from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy, trim_output
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
 from .steps_dspine import StepRecorder
-from .target_dspine import refuse_unknown_tokens, slots_within_positions
+from .target_dspine import last_position, refuse_position, refuse_unknown_tokens, slots_within_positions
 from .walk_dspine import walk
 
 
@@ -51,6 +51,7 @@ class DSpineCandidateGenerator(CandidateGenerator):
         self._view = call.drafter.bind_target(call.target)
         self._text_config = call.target.config.get_text_config(decoder=True)
         self._bounded = slots_within_positions(self._text_config, 0) is not None
+        self._last_position = last_position(call.target)
 
     @property
     def model_kwargs_overrides(self) -> dict[str, Any]:
@@ -71,6 +72,7 @@ class DSpineCandidateGenerator(CandidateGenerator):
         """
         call = self._call
         call.begin_round(input_ids, model_kwargs, is_first_iteration)
+        refuse_position(self._last_position, call.last_position)
         if is_first_iteration:
             return input_ids, None
         slots = min(self._max_slots, self._max_length - input_ids.shape[1] - 1)
@@ -225,6 +227,11 @@ class DraftedCall:
         self._append_features(input_ids.shape[1])
         self._length = input_ids.shape[1]
         self.anchor_position = self.context.position(self._length - self.prompt_length)
+
+    @property
+    def last_position(self) -> torch.Tensor:
+        """The position `[1]` of the last token decided: the anchor's, or before the first pass the prompt's end."""
+        return self.context.position(0) if self.anchor_position is None else self.anchor_position
 
     def _append_features(self, length: int) -> None:
         """The last pass is verified up to `length` tokens: its rows before the new anchor become context."""

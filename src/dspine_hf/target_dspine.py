@@ -198,6 +198,28 @@ def slots_within_positions(text: Any, anchor: int) -> int | None:
     return min(rooms, default=None)
 
 
+def last_position(model: nn.Module) -> int | None:
+    """The last position that a target has a row for in its table of positions; None: it has no such table."""
+    text = model.config.get_text_config(decoder=True)  # type: ignore[operator]
+    limit = getattr(text, "max_position_embeddings", None)
+    if limit is None or getattr(text, "rope_parameters", None):
+        return None
+    words = model.get_input_embeddings()  # type: ignore[operator]
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding) and m is not words]
+    learned = any(limit <= table.num_embeddings <= limit + 2 for table in tables)  # some keep two rows for padding
+    fixed = any(name.endswith("embed_positions") and len(rows) == limit for name, rows in model.named_buffers())
+    return limit - 1 if learned or fixed else None
+
+
+def refuse_position(last: int | None, positions: torch.Tensor | int) -> None:
+    """Raise ValueError if any position is behind `last`, see `last_position`; a GPU would say so far too late."""
+    if last is not None and (found := int(torch.as_tensor(positions).max())) > last:
+        raise ValueError(
+            f"expected positions in 0..{last}, the target's position embeddings; found {found}. Shorten the prompt, "
+            "or ask for fewer tokens with max_new_tokens."
+        )
+
+
 def refuse_unknown_tokens(target: Any, input_ids: torch.Tensor) -> None:
     """Raise ValueError for ids [1, length] that the target has no embedding for; a GPU would say so far too late."""
     if target.config.get_text_config(decoder=True) is not target.config or not input_ids.numel():
