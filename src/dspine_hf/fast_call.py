@@ -128,7 +128,7 @@ class FastCall:
             capacity = -(-capacity // graphs.CAPACITY_STEP) * graphs.CAPACITY_STEP
             key = self._key(capacity)
         kept = None if key is None else graphs.take(self.target, key)
-        rounds = self._make_rounds(model_kwargs, capacity) if kept is None else kept.rounds
+        rounds = self._make_rounds(model_kwargs, capacity) if kept is None else kept.cleared()
         self._attach(rounds)
         self._begin(rounds.rows)
         self.rounds, self._key_of_graphs = rounds, key
@@ -171,10 +171,10 @@ class FastCall:
             torch.is_inference_mode_enabled(),
             self.options.compiled,
             self.options.fused_attention,
-            self.text_config._attn_implementation,
+            self.text_config._attn_implementation == "eager",
         )
         signature = graphs.signature(self.processors)
-        return (*shape, *how, signature, graphs.addresses(self.target, self.drafter))
+        return (*shape, *how, signature, graphs.state_of(self.target, self.drafter))
 
     def _make_rounds(self, model_kwargs: dict[str, Any], capacity: int) -> Rounds:
         context = None

@@ -22,6 +22,7 @@ WARM_UPS = 2
 FIRST_BUCKET = 512
 CAPACITY_STEP = 256
 ENTRIES_PER_TARGET = 2
+_OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of peft's layers
 
 _KEPT: "weakref.WeakKeyDictionary[Any, dict[Any, Kept]]" = weakref.WeakKeyDictionary()
 _UNCAPTURABLE: "weakref.WeakSet[Any]" = weakref.WeakSet()
@@ -68,6 +69,13 @@ class Kept:
     rounds: Rounds
     recordings: dict[tuple, Recording] = field(default_factory=dict)
     pool: Any = None
+
+    def cleared(self) -> Rounds:
+        """The state with empty caches: what no mask shows counts for nothing only while it is finite."""
+        self.rounds.passes.cache.clear()
+        if self.rounds.context is not None:
+            self.rounds.context.clear()
+        return self.rounds
 
 
 class GraphedRounds:
@@ -165,10 +173,21 @@ def signature(processors: list[Any]) -> tuple | None:
     return tuple(parts)
 
 
-def addresses(*models: Any) -> int:
-    """A number that changes when a weight of the models moves: graphs read the old place."""
-    places = [tensor.data_ptr() for model in models if model is not None for tensor in model.parameters()]
-    return hash(tuple(places))
+def state_of(*models: Any) -> int:
+    """
+    A number that changes with what a graph of these models has taken in beside the values of their weights: where
+    these lie, the plain values of the configs, training or not, and which adapters of peft run, how strongly.
+    """
+    parts: list[Any] = []
+    for model in (model for model in models if model is not None):
+        config = model.config.get_text_config(decoder=True)
+        values = {name: value for name, value in vars(config).items() if not name.startswith("_attn")}  # borrowed
+        parts += [model.training, *(f"{name}={value!r}" for name, value in values.items())]
+        parts += [(tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers())]
+        for module in model.modules():
+            found = vars(module)
+            parts += [repr(found[name]) for name in _OF_ADAPTERS if name in found]
+    return hash(tuple(parts))
 
 
 def can_record(target: Any) -> bool:

@@ -54,6 +54,12 @@ class StaticRows:
         write(self.keys, keys, places)
         write(self.values, values, places)
 
+    def clear(self) -> None:
+        """All zeros again."""
+        if self.keys is not None:
+            self.keys.zero_()
+            self.values.zero_()
+
 
 class RaggedLayer(CacheLayerMixin):
     """One layer of a target's cache. Sliding layers keep every row too: their window is in the mask."""
@@ -107,6 +113,11 @@ class RaggedCache(Cache):
         self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
 
+    def clear(self) -> None:
+        """Makes every row zero, for another call."""
+        for layer in self.layers:
+            layer.rows.clear()
+
 
 class RaggedDraftCache:
     """
@@ -135,3 +146,8 @@ class RaggedDraftCache:
         layer.put(keys, values, self.places)
         seen = slice(self.first_column, self.places.columns)
         return layer.keys[:, :, seen], layer.values[:, :, seen]
+
+    def clear(self) -> None:
+        """Makes every row zero, for another call."""
+        for layer in self._layers:
+            layer.clear()
