@@ -78,7 +78,7 @@ def generate(
     name = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
     if name not in (None, "dynamic", "dynamic_full"):
         raise ValueError(f"cache_implementation={name!r}: the fast loop has a static cache of its own. Drop it.")
-    model, kwargs = _with_stop_strings(model, tokenizer, kwargs)
+    kwargs = _with_stop_strings(model, tokenizer, kwargs)
     if input_ids is not None:
         kwargs["input_ids"] = input_ids
     return model.generate(custom_generate=decode, streamer=streamer, **kwargs)
@@ -99,28 +99,27 @@ def _refuse_other_assistants(drafter: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _with_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _with_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """A criterion instead of `stop_strings`: generate() hands no tokenizer on to a recipe of one's own."""
     kwargs = dict(kwargs)
     config = kwargs.get("generation_config")
     found = kwargs.pop("stop_strings", None)
-    if found is None and config is not None and config.stop_strings is not None:
-        found, config = config.stop_strings, copy.deepcopy(config)
+    if config is not None and config.stop_strings is not None:
+        found = config.stop_strings if found is None else found
+        config = copy.deepcopy(config)
         config.stop_strings = None
         kwargs["generation_config"] = config
     own = model.generation_config.stop_strings
     if own is not None:
         found = own if found is None else found
-        model = copy.copy(model)
-        model.generation_config = copy.deepcopy(model.generation_config)
-        model.generation_config.stop_strings = None
+        kwargs["stop_strings"] = None  # the argument takes precedence
     if found is None:
-        return model, kwargs
+        return kwargs
     if tokenizer is None:
         raise ValueError(f"stop_strings={found!r} need the tokenizer. Pass `tokenizer=...`.")
     criteria = kwargs.get("stopping_criteria") or []
     kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, StopStringCriteria(tokenizer, found)])
-    return model, kwargs
+    return kwargs
 
 
 def refuse(
