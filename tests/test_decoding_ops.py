@@ -43,6 +43,16 @@ def counted(calls):
     return replace(EAGER, walk_chain=wrap("walk_chain"), verify_attention=wrap("verify_attention"))
 
 
+def test_whether_attention_is_fused_depends_on_the_target_not_on_its_drafter(monkeypatch):
+    target, calls, asked = family_target("Llama").double(), [], []
+    monkeypatch.setattr(BatchOracle, "ops", property(lambda self: counted(calls)))
+    monkeypatch.setattr(fast_call, "fused_ops", lambda *args: asked.append(args) or EAGER)
+    plain = target.generate(prompt(5), max_new_tokens=9)
+    drafter = batch_oracle(target, plain).float()
+    assert torch.equal(dspine_hf.generate(target, drafter, prompt(5), max_new_tokens=9), plain)
+    assert asked == [("cpu", torch.float64, 1, 1)] and "walk_chain" in calls and "verify_attention" not in calls
+
+
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Ministral", "Qwen3", "DeepseekV3"])
 @pytest.mark.parametrize("how", ["drafter", "argument"])
 def test_text_is_plain_text_under_other_operations(family, how, monkeypatch):

@@ -206,10 +206,10 @@ class FastCall:
 
     def _attach(self, rounds: Rounds) -> None:
         """Puts the call's models into its rounds."""
-        taps, ops = None, getattr(self.drafter, "ops", EAGER)
-        if self.options.fused_attention is not None:
-            asked = self.options.fused_attention
-            ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER
+        taps, asked = None, self.options.fused_attention
+        if asked is None:
+            asked = getattr(self.drafter, "ops", EAGER) is not EAGER
+        ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER  # not the drafter's
         attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
