@@ -33,7 +33,11 @@ def test_a_penalty_ignores_as_many_tokens_as_it_says_even_beyond_the_prompt(targ
     ids, mask = padded(texts)
     for rows in (1, 2):
         own = ignored if rows == 1 else torch.tensor([ignored, 7])
-        processor = RepetitionPenaltyLogitsProcessor(3.0, prompt_ignore_length=own)
+        try:
+            processor = RepetitionPenaltyLogitsProcessor(3.0, prompt_ignore_length=own)
+        except ValueError:  # older versions of transformers take one number for all rows
+            assert rows == 2
+            continue
         options = {"attention_mask": mask[:rows], "max_new_tokens": NEW, "logits_processor": [processor]}
         plain = target.generate(ids[:rows], **options)
         assert torch.equal(dspine_hf.generate(target, drafter, ids[:rows], **options), plain)
