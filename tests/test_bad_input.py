@@ -160,9 +160,7 @@ CANNOT_MIX = {
 
 @pytest.mark.parametrize("name", CANNOT_MIX)
 def test_modes_that_cannot_mix_are_refused_before_any_pass(target, drafter, name):
-    refused(
-        target, drafter, ValueError, "num_beams|dola|force_words_ids|onstrain", prompt(), **CANNOT_MIX[name]
-    )
+    refused(target, drafter, ValueError, "num_beams|dola|force_words_ids|onstrain", prompt(), **CANNOT_MIX[name])
 
 
 def test_a_config_without_its_shapes_is_refused(saved):

@@ -43,6 +43,8 @@ BULK = "--target target --prompts turns.jsonl --evaluate turns.jsonl --own 4 --d
 RUNS["bulk_generate"] = f"{BULK} --length 320 --longest 500 --evaluate-length 64 --out bulk".split()
 INPUTS = "--target target --train bulk/train.npz --continuations bulk/eval.jsonl --variants variants.json"
 RUNS["compare_drafters"] = f"{INPUTS} --max-length 64 --out compared --save small".split()
+RUNS["dry_run"] = "--shapes tiny --sequences 2 --anchors 2 --length 32 --steps 2 --warm-up 1".split()
+RUNS["dry_run"] += ["--config", '{"block_size": 4, "transfer_rank": 8}', "--out", "dry-run.json"]
 DRIVER = """
 import contextlib, io, json, runpy, sys, traceback
 runs, folder, found = json.loads(sys.argv[1]), sys.argv[2], {}

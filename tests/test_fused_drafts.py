@@ -216,7 +216,7 @@ print(json.dumps([chosen is ops.EAGER, chosen.topk.__module__, [str(w.message) f
 """
 
 
-def remote(tmp_path, *path, absent, interpret="1"):
+def remote(tmp_path, *path, absent, interpret="1", **variables):
     """What remote code finds: whether it runs eager operations, whose top-K it takes, and its warnings."""
     (tmp_path / "shipped").mkdir()
     for name, file in shipped_files().items():
@@ -227,6 +227,7 @@ def remote(tmp_path, *path, absent, interpret="1"):
         "PYTHONPATH": os.pathsep.join(map(str, (tmp_path, *path))),
         "TRITON_INTERPRET": interpret,
         "OMP_NUM_THREADS": "1",
+        **variables,
     }
     command = [sys.executable, "-c", textwrap.dedent(REMOTE.format(absent=set(absent)))]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
@@ -238,6 +239,16 @@ def remote(tmp_path, *path, absent, interpret="1"):
 def test_remote_code_without_the_wheel_finds_an_installed_kernel_package(tmp_path):
     eager, module, seen = remote(tmp_path, SOURCES, absent=["dspine_hf", "kernels"])
     assert not eager and module == "dspine_kernels.topk" and not seen
+
+
+@interpreted
+def test_remote_code_without_the_wheel_finds_a_build_by_the_kernels_library(tmp_path):
+    pytest.importorskip("kernels")
+    subprocess.run([sys.executable, str(SOURCES.parent / "build.py"), tmp_path / "hub"], check=True)
+    local = f"{ops_dspine.KERNELS_REPOSITORY}={tmp_path / 'hub'}"
+    eager, module, seen = remote(tmp_path, absent=["dspine_hf", "dspine_kernels"], LOCAL_KERNELS=local)
+    assert not eager and not seen
+    assert module.startswith("_dspine_kernels_") and module.endswith(".topk")
 
 
 def test_remote_code_that_finds_no_kernels_warns_once_and_is_eager(tmp_path):
