@@ -15,7 +15,7 @@ class StepDecoder:
         model: a LlamaForCausalLM without biases. batch: rows. length: tokens per row, prompt included.
     """
 
-    def __init__(self, model, batch: int, length: int):
+    def __init__(self, model: Any, batch: int, length: int):
         config, self.length = model.config, length
         self.heads, self.kv = config.num_attention_heads, config.num_key_value_heads
         self.hd, self.eps = config.hidden_size // self.heads, config.rms_norm_eps
@@ -123,7 +123,8 @@ class ChatWriter:
 
     def __init__(self, tokenizer: Any, make_decoder: Callable[[int], StepDecoder]):
         self.tokenizer, self.stop = tokenizer, tokenizer.eos_token_id
-        self._make, self._decoders = make_decoder, {}
+        self._make = make_decoder
+        self._decoders: dict[int, StepDecoder] = {}
         marker = "\x00"
         self.before, self.after = (self._ids(part) for part in self._template(marker).split(marker))
         again = [{"role": "user", "content": "a"}, {"role": "assistant", "content": marker}]
