@@ -14,6 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 import dspine_hf
+from drafter_cases import tiny_drafter, tiny_target
 from dspine_hf import fast_call, fast_walk
 from dspine_hf.fast_walk import SeenTokens, chain_settings, walk_batch
 from dspine_hf.ops_dspine import EAGER
@@ -109,3 +110,28 @@ def test_only_usual_processors_in_their_usual_order_are_the_fused_walks():
     assert chain_settings([TemperatureLogitsWarper(0.5)] * 2) is None
     assert chain_settings([TopPLogitsWarper(0.9, min_tokens_to_keep=2)]) is None
     assert chain_settings([TopKLogitsWarper(3, filter_value=-100.0)]) is None
+
+
+@pytest.mark.parametrize("asked, drafters, seen", [(None, 16, 8), (None, 5, 5), (3, 16, 3), (16, 16, 16)])
+def test_a_call_on_a_cpu_keeps_at_most_eight_candidates_unless_asked(asked, drafters, seen, monkeypatch):
+    target = tiny_target()
+    drafter = tiny_drafter(target, num_candidates=drafters)
+    drafted, genuine = [], type(drafter).draft_block
+
+    def noted(self, *args, **options):
+        drafted.append(genuine(self, *args, **options))
+        return drafted[-1]
+
+    monkeypatch.setattr(type(drafter), "draft_block", noted)
+    prompt = torch.randint(5, 60, (1, 6))
+    found = dspine_hf.generate(target, drafter, prompt, max_new_tokens=6, do_sample=False, num_candidates=asked)
+    assert {block.candidates.shape[-1] for block in drafted} == {seen}
+    assert torch.equal(found, target.generate(prompt, max_new_tokens=6, do_sample=False))
+
+
+@pytest.mark.parametrize("asked", [0, 17])
+def test_candidates_beyond_the_drafters_are_refused(asked):
+    target = tiny_target()
+    drafter = tiny_drafter(target, num_candidates=16)
+    with pytest.raises(ValueError, match="expected 1 to 16"):
+        dspine_hf.generate(target, drafter, torch.tensor([[5]]), max_new_tokens=4, num_candidates=asked)

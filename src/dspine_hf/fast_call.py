@@ -40,6 +40,7 @@ class Options:
     use_graphs: bool | None = None
     compiled: bool = False
     fused_attention: bool | None = None
+    num_candidates: int | None = None
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
 
@@ -167,12 +168,8 @@ class FastCall:
         eos = None if self.criteria.eos is None else tuple(self.criteria.eos.tolist())
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
-        how: tuple[Any, ...] = (
-            torch.is_inference_mode_enabled(),
-            self.options.compiled,
-            self.options.fused_attention,
-            self.text_config._attn_implementation == "eager",
-        )
+        asked, eager = self.options, self.text_config._attn_implementation == "eager"
+        how = (torch.is_inference_mode_enabled(), asked.compiled, asked.fused_attention, asked.num_candidates, eager)
         signature = graphs.signature(self.processors)
         return (*shape, *how, signature, graphs.state_of(self.target, self.drafter))
 
@@ -214,7 +211,7 @@ class FastCall:
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
-            rounds.compiled = self.options.compiled
+            rounds.compiled, rounds.num_candidates = self.options.compiled, self.options.num_candidates
         rounds.passes.attach(self.target, taps, attend, self.options.compiled)
 
     def _begin(self, rows: Rows) -> None:

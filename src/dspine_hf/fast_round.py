@@ -81,6 +81,7 @@ class Rounds:
         last_position: the last position that the target has an embedding for, or None.
         drafter, view: the draft model and its view of the target, put in for each call.
         compiled: whether the drafter's passes go through torch.compile.
+        num_candidates: K of this call; None: the drafter's.
     """
 
     passes: TargetPasses
@@ -92,6 +93,7 @@ class Rounds:
     drafter: Any = field(default=None, init=False)
     view: Any = field(default=None, init=False)
     compiled: bool = field(default=False, init=False)
+    num_candidates: int | None = field(default=None, init=False)
     chain: Chain | None = field(default=None, init=False)
 
     def detach(self) -> None:
@@ -126,8 +128,9 @@ class Rounds:
         places, positions = self._places(1 + slots, columns, first)
         self.context.places = places
         mask = self._draft_mask(places, columns, first)
+        options = {} if self.num_candidates is None else {"num_candidates": self.num_candidates}
         block = self._method("draft_block")(
-            self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask
+            self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask, **options
         )
         block = first_slots(block, self.max_slots)
         self.chain = None

@@ -338,16 +338,17 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         anchor_positions: torch.Tensor,
         num_slots: int | None = None,
         attention_mask: torch.Tensor | None = None,
+        num_candidates: int | None = None,
     ) -> "DraftBlock":
         """Draft one block per batch row.
 
         Args:
             view: the bound target.
             cache: the context; unchanged by this call.
-            anchor_ids: [batch], the last decided tokens.
-            anchor_positions: [batch], their absolute positions.
+            anchor_ids, anchor_positions: [batch], the last decided tokens and their absolute positions.
             num_slots: slots to draft, at most B - 1 (the default).
             attention_mask: bool [batch, context + 1 + num_slots] over context and block, for padded batches.
+            num_candidates: K of this block, instead of the config's.
         """
         slots = self.config.num_draft_slots if num_slots is None else min(num_slots, self.config.num_draft_slots)
         device = self.fc.weight.device
@@ -356,10 +357,9 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         mask = None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, 1 + slots, -1)
         anchor_features = view.phi(anchors)
         out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask)
-        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), self.config.num_candidates, self.ops.topk)
-        transitions = None
-        if self.config.selection == "transition":
-            transitions = self._transitions(view, out.rewrite, unary, candidates)
+        count, paired = num_candidates or self.config.num_candidates, self.config.selection == "transition"
+        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.topk)
+        transitions = self._transitions(view, out.rewrite, unary, candidates) if paired else None
         return DraftBlock(candidates, unary, transitions, self, view, out)
 
     def _transitions(
