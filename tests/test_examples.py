@@ -92,9 +92,16 @@ def printed(server, home):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_the_readme_loads_a_published_drafter_as_it_stands(server, home, tmp_path):
-    text = (EXAMPLES.parent / "README.md").read_text()
-    (snippet,) = [s for s in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "trust_remote_code" in s]
+def snippets(path):
+    return re.findall(r"```python\n(.*?)```", (EXAMPLES.parent / path).read_text(), re.DOTALL)
+
+
+PUBLISHED = [snippet for snippet in snippets("README.md") if "trust_remote_code" in snippet]
+PUBLISHED += snippets("model_cards/dspine-smollm2-135m-instruct/README.md")
+
+
+@pytest.mark.parametrize("snippet", PUBLISHED, ids=["README", "card", "card, without the package"])
+def test_a_snippet_loads_a_published_drafter_as_it_stands(snippet, server, home, tmp_path):
     environment = {**os.environ, **server.environment(tmp_path), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", snippet]
     done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=240)

@@ -37,7 +37,7 @@ def test_readme_snippets_run_and_answer(embedded_target, monkeypatch, capsys):
     monkeypatch.setattr(embedded_target[1], "padding_side", "right")
     names = {}
     for snippet in (first, batch):
-        exec(compile(re.sub(r"max_new_tokens=\d+", "max_new_tokens=24", snippet), "README.md", "exec"), names)
+        exec(compile(snippet, "README.md", "exec"), names)
     *text, acceptance_length = capsys.readouterr().out.strip().splitlines()
     assert "sky" in " ".join(text)
     assert float(acceptance_length) > 1.5
