@@ -203,9 +203,8 @@ class FastCall:
 
     def _attach(self, rounds: Rounds) -> None:
         """Puts the call's models into its rounds."""
-        taps, asked = None, self.options.fused_attention
-        if asked is None:
-            asked = getattr(self.drafter, "ops", EAGER) is not EAGER
+        fused = getattr(self.drafter, "ops", EAGER) is not EAGER  # chosen here, where torch.compile does not look
+        taps, asked = None, fused if self.options.fused_attention is None else self.options.fused_attention
         ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER  # not the drafter's
         attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
