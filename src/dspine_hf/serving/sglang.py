@@ -3,10 +3,9 @@
 SGLang runs it in each of its processes. The worker is SGLang's own (DFLASH, with its candidate selector).
 """
 
-import logging
 from typing import Any
 
-from .signatures import SGLANG, drift
+from .signatures import SGLANG, fits
 
 MODELS = "dspine_hf.serving.sglang_models"
 WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
@@ -14,14 +13,7 @@ WORKER = "sglang.srt.speculative.dflash_worker_v2.DFlashWorkerV2.__init__"
 
 def register() -> bool:
     """Register DSpine with SGLang's model registry; False, with a warning, if this SGLang is not one we know."""
-    found = drift(SGLANG)
-    if found:
-        logging.getLogger(__name__).warning(
-            "DSpine is not registered: this SGLang differs from %s, which works, in %s. Install that version, or "
-            "serve without a DSpine drafter.",
-            SGLANG.version,
-            "; ".join(found),
-        )
+    if not fits(SGLANG, "SGLang"):
         return False
     from sglang.srt.models.registry import ModelRegistry
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

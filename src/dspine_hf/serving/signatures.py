@@ -7,6 +7,7 @@ parameters must be exactly these. "call": we call it with these, so they must ex
 
 import ast
 import importlib.util
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -152,6 +153,20 @@ SGLANG = Engine(
         ),
     ),
 )
+
+
+def fits(engine: Engine, name: str) -> bool:
+    """Whether a plug-in may register with the installed engine; where not, a warning says what differs."""
+    found = drift(engine)
+    if found:
+        logging.getLogger(__name__).warning(
+            "DSpine is not registered: this %s differs from %s, which works, in %s. Install that version, or serve "
+            "without a DSpine drafter.",
+            name,
+            engine.version,
+            "; ".join(found),
+        )
+    return not found
 
 
 def drift(engine: Engine, root: Path | None = None) -> list[str]:

@@ -3,9 +3,7 @@
 The engine runs it in each of its processes. Its drafting method is "dflash", unchanged; the model class is ours.
 """
 
-import logging
-
-from .signatures import VLLM, drift
+from .signatures import VLLM, fits
 
 MODEL = "dspine_hf.serving.vllm_model:DSpineForCausalLM"
 # The name in config.json, and what vLLM makes of it for method "dflash".
@@ -14,14 +12,7 @@ ARCHITECTURES = ("DSpineDraftModel", "DFlashDSpineDraftModel")
 
 def register() -> bool:
     """Register DSpine with vLLM's model registry; False, with a warning, if this vLLM is not one we know."""
-    found = drift(VLLM)
-    if found:
-        logging.getLogger(__name__).warning(
-            "DSpine is not registered: this vLLM differs from %s, which works, in %s. Install that version, or serve "
-            "without a DSpine drafter.",
-            VLLM.version,
-            "; ".join(found),
-        )
+    if not fits(VLLM, "vLLM"):
         return False
     from vllm import ModelRegistry
 
