@@ -14,18 +14,11 @@ from dspine_hf.policy import Policy
 from helpers.batch_oracle import batch_block
 from helpers.laws import chi_square_p, distance_from_target, naive_drafts, step_law
 from helpers.oracle import oracle_block, prompt, small_target
-from test_generate_law import processors_of
+from test_generate_law import FULL_ROWS, processors_of
+from test_generate_law import SETTINGS as ALL_SETTINGS
 
 V, K, SLOTS, BATCH = 12, 4, 3, 2
-SETTINGS = {
-    "T=1": {},
-    "T=0.7": {"temperature": 0.7},
-    "top-k": {"top_k": 3, "temperature": 1.2},
-    "top-p": {"top_p": 0.8},
-    "min-p": {"min_p": 0.3},
-    "repetition penalty": {"repetition_penalty": 1.7, "temperature": 0.8},
-    "repetition penalty and top-p": {"repetition_penalty": 0.6, "top_p": 0.9},
-}
+SETTINGS = {name: options for name, options in ALL_SETTINGS.items() if name not in FULL_ROWS}
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import torch
 
 from dspine_hf import DSpineDraftModel
 from dspine_hf.transfer_dspine import TransitionCache
+from helpers.oracle import smallest_oracle
 
 
 @dataclass
@@ -67,17 +68,8 @@ class BatchOracle(DSpineDraftModel):
 
 def batch_oracle(target, references=(), miss_every: int = 4, boost: float = 20.0, **overrides) -> BatchOracle:
     """A batch oracle for `target`, of the smallest shapes."""
-    values = {
-        "num_hidden_layers": 2,
-        "block_size": 6,
-        "transfer_rank": 6,
-        "num_candidates": 5,
-        "intermediate_size": 16,
-    }
-    torch.manual_seed(0)
-    drafter = BatchOracle.for_target(target, **{**values, **overrides}).eval().requires_grad_(False)
+    drafter = smallest_oracle(BatchOracle, target, miss_every, boost, **overrides)
     drafter.references = [[int(token) for token in reference] for reference in references]
-    drafter.miss_every, drafter.boost = miss_every, boost
     return drafter
 
 

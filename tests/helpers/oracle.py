@@ -67,8 +67,8 @@ class OracleDrafter(DSpineDraftModel):
         return oracle_block(rows, given, self.config.num_candidates, self.config.selection == "independent")
 
 
-def oracle_for(target, reference=(), miss_every: int = 4, boost: float = 20.0, **overrides) -> OracleDrafter:
-    """An oracle for `target`, of the smallest shapes."""
+def smallest_oracle(kind, target, miss_every: int, boost: float, **overrides):
+    """A drafter of this oracle class for `target`, of the smallest shapes; its reference is still to be set."""
     values = {
         "num_hidden_layers": 2,
         "block_size": 6,
@@ -77,9 +77,15 @@ def oracle_for(target, reference=(), miss_every: int = 4, boost: float = 20.0, *
         "intermediate_size": 16,
     }
     torch.manual_seed(0)
-    drafter = OracleDrafter.for_target(target, **{**values, **overrides}).eval().requires_grad_(False)
-    drafter.reference = [int(token) for token in reference]
+    drafter = kind.for_target(target, **{**values, **overrides}).eval().requires_grad_(False)
     drafter.miss_every, drafter.boost = miss_every, boost
+    return drafter
+
+
+def oracle_for(target, reference=(), miss_every: int = 4, boost: float = 20.0, **overrides) -> OracleDrafter:
+    """An oracle for `target`, of the smallest shapes."""
+    drafter = smallest_oracle(OracleDrafter, target, miss_every, boost, **overrides)
+    drafter.reference = [int(token) for token in reference]
     return drafter
 
 
