@@ -17,9 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from .ops_dspine import EAGER, Ops
-from .walk_dspine import ROW_WISE, is_spent
-
-_FLOOR = 1e30
+from .walk_dspine import ROW_WISE, finite, is_spent, score_tables
 
 
 @dataclass
@@ -133,7 +131,7 @@ def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sa
     if settings is not None:
         return _fused_walk(block, settings, seen, do_sample, ops)
     candidates = block.candidates  # [batch, slots, K]
-    first, pairs = _tables(block)  # [batch, K], [batch, slots - 1, R, K]
+    first, pairs = map(finite, score_tables(block))  # [batch, K], [batch, slots - 1, R, K]
     if not do_sample:
         processors = [p for p in processors if type(p) is RepetitionPenaltyLogitsProcessor]
     if seen is None or not any(type(p) is RepetitionPenaltyLogitsProcessor for p in processors):
@@ -176,10 +174,7 @@ def chain_settings(processors: list[Any]) -> dict[str, float] | None:
 
 def _fused_walk(block: Any, settings: dict[str, float], seen: SeenTokens | None, do_sample: bool, ops: Ops) -> Chain:
     candidates = block.candidates
-    if block.transitions is None:
-        first, pairs = block.unary[:, 0], block.unary[:, 1:, None]
-    else:
-        first, pairs = block.transitions.first, block.transitions.pairs
+    first, pairs = score_tables(block)  # the operation makes them finite itself
     noise = noise_like(block.unary) if do_sample else None
     table = seen.table if seen is not None and "repetition_penalty" in settings else None
     tokens, index, log_q, chain = ops.walk_chain(
@@ -189,16 +184,6 @@ def _fused_walk(block: Any, settings: dict[str, float], seen: SeenTokens | None,
         return Chain(tokens, chain.exp(), candidates)
     q = log_q.exp()
     return Chain(tokens, q.square().sum(-1), candidates, q, q.gather(2, index.unsqueeze(-1)).squeeze(-1))
-
-
-def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of slot 1 `[batch, K]` and of later slots `[batch, slots - 1, R, K]`: R = K predecessors, or 1."""
-    if block.transitions is None:
-        first, pairs = block.unary[:, 0], block.unary[:, 1:, None]
-    else:
-        first, pairs = block.transitions.first, block.transitions.pairs
-    # An overflow in the drafter must cost acceptance, never a NaN in the target's distribution.
-    return tuple(t.float().nan_to_num(nan=-_FLOOR, posinf=_FLOOR, neginf=-_FLOOR) for t in (first, pairs))  # type: ignore[return-value]
 
 
 def _warp_pairs(pairs: torch.Tensor, processors: list[Any]) -> torch.Tensor:

@@ -86,16 +86,22 @@ def is_spent(processor: LogitsProcessor, length: int) -> bool:
     return kind is ForcedBOSTokenLogitsProcessor and length > 1
 
 
-def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slot 1's row `[1, K]` and the later slots' rows `[slots - 1, R, K]`: R = K given each predecessor, 1 without."""
+def score_tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Slot 1's scores `[batch, K]` and later slots' `[batch, slots - 1, R, K]`: R = K given each predecessor, or 1."""
     if block.transitions is None:
-        return _finite(block.unary[:, 0]), _finite(block.unary[0, 1:, None])
-    return _finite(block.transitions.first), _finite(block.transitions.pairs[0])
+        return block.unary[:, 0], block.unary[:, 1:, None]
+    return block.transitions.first, block.transitions.pairs
 
 
-def _finite(scores: torch.Tensor) -> torch.Tensor:
+def finite(scores: torch.Tensor) -> torch.Tensor:
     """An overflow in the drafter must cost acceptance, never a NaN in the target's distribution."""
     return scores.float().nan_to_num(nan=-_FLOOR, posinf=_FLOOR, neginf=-_FLOOR)
+
+
+def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The finite tables of a single row: `[1, K]` and `[slots - 1, R, K]`."""
+    first, pairs = score_tables(block)
+    return finite(first), finite(pairs[0])
 
 
 def _noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
@@ -194,8 +200,8 @@ def _walk_rows(block: Any, input_ids: torch.Tensor, processors: list[LogitsProce
     slots, K = block.candidates.shape[1:]
     prefix, tokens, log_q = input_ids, [], []
     for slot in range(1, slots + 1):
-        scores = block.row(slot, prefix[:, -1].to(block.candidates.device)).float()  # [1, V]
-        scores = scores.nan_to_num(nan=-_FLOOR, posinf=_FLOOR, neginf=-_FLOOR).to(input_ids.device)
+        scores = finite(block.row(slot, prefix[:, -1].to(block.candidates.device)))  # [1, V]
+        scores = scores.to(input_ids.device)
         for processor in processors:
             scores = processor(prefix, scores)
         best, ids = scores.topk(min(K, scores.shape[-1]), dim=-1)  # [1, K]
