@@ -6,7 +6,7 @@
 `--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`.
 `--continuations`: JSONL with `benchmark`, `prompt_ids`, and the target's own `greedy_ids` and (if T = 1 is to be
 measured) `sampled_ids`. `variants.json`: a list of `dspine_hf.lab.Variant` fields. One JSON per variant is written,
-and its weights with `--save NAME`.
+and its weights with `--save NAME`. `--measure FOLDER` measures drafters that are trained already, too.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from dspine_hf.configuration_dspine import spread_layer_ids
 from dspine_hf.evaluation import summarise
 from dspine_hf.journal import write_atomically
 from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant
-from dspine_hf.loading import load_target
+from dspine_hf.loading import load_drafter, load_target
 
 
 def read_sequences(pattern: str, limit: int | None):
@@ -49,10 +49,28 @@ def read_continuations(path: str, field: str, per_set: int | None):
     return sequences, names
 
 
+def measure(drafter, model, held_out: dict, end: int) -> dict:
+    """Exact acceptance at every temperature of `held_out`: summaries, and counts per prompt."""
+    found = {"offline": {}, "rows": {}}
+    for temperature, (texts, names) in held_out.items():
+        rows = evaluate_offline(drafter, model, texts, names, temperature == "1", end)
+        found["offline"][temperature] = summarise(rows)
+        found["rows"][temperature] = [{k: v for k, v in row.items() if k not in ("trials", "hits")} for row in rows]
+    return found
+
+
+def keep(path: Path, record: dict) -> None:
+    """Write a record, and print its means."""
+    write_atomically(path, json.dumps(record))
+    means = {t: {k: v for k, v in o.items() if k != "benchmarks"} for t, o in record["offline"].items()}
+    print(f"== {path.stem}: {json.dumps(means)} {record.get('steps_per_second')} steps/s", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name in ("target", "train", "continuations", "variants", "out"):
         parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--measure", nargs="*", default=[], help="folders of trained drafters to measure first")
     parser.add_argument("--max-length", type=int, default=448, help="cut training sequences to this many tokens")
     parser.add_argument("--limit", type=int, help="use only this many training sequences")
     parser.add_argument("--per-set", type=int, help="use only this many prompts of each benchmark")
@@ -75,22 +93,16 @@ def main() -> None:
     print(
         f"{len(store)} sequences, {len(store.tokens)} tokens, after {time.perf_counter() - started:.0f} s", flush=True
     )
+    for folder in args.measure:
+        drafter = load_drafter(folder, model)
+        keep(out / f"{Path(folder).name}.json", measure(drafter, model, held_out, tokenizer.eos_token_id))
     for fields in json.loads(Path(args.variants).read_text()):
         if time.perf_counter() - started > args.seconds:
             print(f"skipped {fields['name']}: out of time")
             continue
         variant = Variant(**fields)
         drafter, record = train_variant(variant, model, store, counts)
-        record |= {"offline": {}, "rows": {}}
-        for temperature, (texts, names) in held_out.items():
-            rows = evaluate_offline(drafter, model, texts, names, temperature == "1", tokenizer.eos_token_id)
-            record["offline"][temperature] = summarise(rows)
-            record["rows"][temperature] = [
-                {k: v for k, v in row.items() if k not in ("trials", "hits")} for row in rows
-            ]
-        write_atomically(out / f"{variant.name}.json", json.dumps(record))
-        summary = {t: {k: v for k, v in o.items() if k != "benchmarks"} for t, o in record["offline"].items()}
-        print(f"== {variant.name}: {json.dumps(summary)} {record['steps_per_second']} steps/s", flush=True)
+        keep(out / f"{variant.name}.json", record | measure(drafter, model, held_out, tokenizer.eos_token_id))
         if variant.name in args.save:
             drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")
 

@@ -157,6 +157,49 @@ def make_optimizer(drafter: DSpineDraftModel, variant: Variant) -> torch.optim.O
     return torch.optim.AdamW(groups, lr=variant.learning_rate, betas=(0.9, 0.95), fused=fused)
 
 
+class GraphedPass:
+    """A forward and backward pass as one CUDA graph, replayed for other sequences; gradients keep their places.
+
+    Launching a pass kernel by kernel takes longer than the kernels do.
+
+    Args:
+        run: takes sequence numbers [n], runs both passes and returns the loss's parts; must not wait for the host.
+        index: an example of its argument.
+        model: whose gradients the pass writes.
+    """
+
+    def __init__(self, run: Callable[[torch.Tensor], dict[str, torch.Tensor]], index: torch.Tensor, model: Any):
+        self.index = index.clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles, and lets libraries take their workspaces
+                run(self.index)
+                model.zero_grad(set_to_none=True)
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.empty_cache()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.parts = run(self.index)
+
+    def __call__(self, index: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The loss's parts, valid until the next call."""
+        self.index.copy_(index)
+        self.graph.replay()
+        return self.parts
+
+
+def capture(run: Callable, index: torch.Tensor, model: Any, log: Callable[[str], None]) -> GraphedPass | None:
+    """A [`GraphedPass`], or None, with a word to `log`, for a pass that cannot be captured."""
+    try:
+        return GraphedPass(run, index, model)
+    except RuntimeError as error:
+        log(f"no CUDA graph of this pass: {str(error).splitlines()[0]}")
+        torch.cuda.synchronize()
+        model.zero_grad(set_to_none=True)
+        return None
+
+
 def train_variant(
     variant: Variant,
     model: Any,
@@ -175,6 +218,18 @@ def train_variant(
     torch.compiler.reset()
     states_fn = torch.compile(block_states, dynamic=False) if cuda else block_states
     options = {"states_fn": states_fn, "compiled": cuda}
+
+    def one_pass(index: torch.Tensor, forcing: float) -> dict[str, torch.Tensor]:
+        batch = store.batch(index, variant.anchors, bool(weights.distill or weights.total_variation))
+        with torch.autocast(device.type, torch.bfloat16, enabled=cuda, cache_enabled=False):
+            loss, parts = training_loss(drafter, view, batch, weights, **options, forcing_probability=forcing)
+        loss.backward()
+        return parts
+
+    graphed = None
+    if cuda and not variant.forcing:
+        example = torch.arange(variant.sequences, device=device) % len(store)
+        graphed = capture(lambda index: one_pass(index, float(variant.oracle)), example, drafter, log)
     generator = torch.Generator().manual_seed(variant.seed)
     history, total, steps = [], None, variant.steps
     order: list[int] = []
@@ -190,17 +245,15 @@ def train_variant(
             order = usable[torch.randperm(len(usable), generator=generator)].tolist()
         index = torch.tensor(order[: variant.sequences], device=device)
         order = order[variant.sequences :]
-        batch = store.batch(index, variant.anchors, bool(weights.distill or weights.total_variation))
         for group in optimizer.param_groups:
             group["lr"] = variant.learning_rate * learning_rate_factor(step, steps)
         forcing = 1.0 if variant.oracle else variant.forcing * max(0.0, 1 - step / (variant.forcing_until * steps))
-        with torch.autocast(device.type, torch.bfloat16, enabled=cuda):
-            loss, parts = training_loss(drafter, view, batch, weights, **options, forcing_probability=forcing)
-        loss.backward()
+        parts = one_pass(index, forcing) if graphed is None else graphed(index)
         norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
         optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        total = parts if total is None else {k: total[k] + v for k, v in parts.items()}
+        if graphed is None:
+            optimizer.zero_grad(set_to_none=True)
+        total = {k: v.clone() if total is None else total[k] + v for k, v in parts.items()}
         step += 1
         if step == 20:
             warm = _now(cuda)
