@@ -10,43 +10,17 @@ and its weights with `--save NAME`. `--measure FOLDER` measures drafters that ar
 """
 
 import argparse
-import glob
 import json
 import time
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from dspine_hf.configuration_dspine import spread_layer_ids
 from dspine_hf.evaluation import summarise
 from dspine_hf.journal import write_atomically
-from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, train_variant
+from dspine_hf.lab import FeatureStore, Variant, evaluate_offline, read_continuations, read_sequences, train_variant
 from dspine_hf.loading import load_drafter, load_target
-
-
-def read_sequences(pattern: str, limit: int | None):
-    """(tokens, prompt_length) pairs of every npz file that matches."""
-    sequences = []
-    for path in sorted(glob.glob(pattern)):
-        arrays = np.load(path)
-        ends = arrays["length"].astype(np.int64).cumsum()
-        starts = ends - arrays["length"]
-        tokens = arrays["tokens"]
-        sequences += [(tokens[a:b], int(p)) for a, b, p in zip(starts, ends, arrays["prompt_length"], strict=True)]
-    return sequences[:limit]
-
-
-def read_continuations(path: str, field: str, per_set: int | None):
-    """Sequences of prompt + continuation, and the benchmark of each."""
-    sequences, names, seen = [], [], {}
-    for line in open(path):
-        row = json.loads(line)
-        seen[row["benchmark"]] = seen.get(row["benchmark"], 0) + 1
-        if (per_set is None or seen[row["benchmark"]] <= per_set) and len(row.get(field, ())) > 1:
-            sequences.append((np.array(row["prompt_ids"] + row[field]), len(row["prompt_ids"])))
-            names.append(row["benchmark"])
-    return sequences, names
 
 
 def measure(drafter, model, held_out: dict, end: int) -> dict:

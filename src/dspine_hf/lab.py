@@ -1,5 +1,7 @@
 """Train several drafters on one target's features, held on the device, at equal steps and data; measure each."""
 
+import collections
+import glob
 import json
 import math
 import time
@@ -47,6 +49,30 @@ class Variant:
     longest_prompt: int | None = None
     seed: int = 0
     seconds: float | None = None
+
+
+def read_sequences(pattern: str, limit: int | None = None) -> list[tuple[np.ndarray, int]]:
+    """(tokens, prompt_length) pairs of every npz file that matches `pattern`, the first `limit` of them."""
+    sequences: list[tuple[np.ndarray, int]] = []
+    for path in sorted(glob.glob(pattern)):
+        with np.load(path) as arrays:
+            tokens, lengths, prompts = (arrays[name] for name in ("tokens", "length", "prompt_length"))
+        ends = lengths.astype(np.int64).cumsum()
+        sequences += [(tokens[b - n : b], int(p)) for b, n, p in zip(ends, lengths, prompts, strict=True)]
+    return sequences[:limit]
+
+
+def read_continuations(path: str, field: str, per_set: int | None) -> tuple[list[tuple[np.ndarray, int]], list[str]]:
+    """Sequences of prompt + continuation (`field`), at most `per_set` a benchmark, and the benchmark of each."""
+    sequences, names = [], []
+    seen: collections.Counter[str] = collections.Counter()
+    with open(path) as lines:
+        for row in map(json.loads, lines):
+            seen[row["benchmark"]] += 1
+            if (per_set is None or seen[row["benchmark"]] <= per_set) and len(row.get(field, ())) > 1:
+                sequences.append((np.array(row["prompt_ids"] + row[field]), len(row["prompt_ids"])))
+                names.append(row["benchmark"])
+    return sequences, names
 
 
 class FeatureStore:
