@@ -180,8 +180,8 @@ class LawOracle(DSpineDraftModel):
     """Drafts the same random rows for every batch row; the anchor's position seeds them."""
 
     @torch.no_grad()
-    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None):
-        super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots, attention_mask)
+    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None, **more):
+        super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots, attention_mask, **more)
         generator = torch.Generator().manual_seed(int(anchor_positions.max()))
         slots = self.config.num_draft_slots
         batch = anchor_ids.shape[0]

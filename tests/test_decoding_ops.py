@@ -51,7 +51,9 @@ def test_whether_attention_is_fused_depends_on_the_target_not_on_its_drafter(mon
     plain = target.generate(prompt(5), max_new_tokens=9)
     drafter = batch_oracle(target, plain).float()
     assert torch.equal(dspine_hf.generate(target, drafter, prompt(5), max_new_tokens=9), plain)
-    assert asked == [("cpu", torch.float64, 1, 1)] and "walk_chain" in calls and "verify_attention" not in calls
+    assert asked == [("cpu", torch.float64, 1, 1)] and "walk_chain" in calls
+    layers = drafter.config.num_hidden_layers + drafter.config.rewrite_layers  # those of drafts alone are fused
+    assert calls.count("verify_attention") == layers * calls.count("walk_chain")
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral", "Ministral", "Qwen3", "DeepseekV3"])
@@ -70,7 +72,8 @@ def test_text_is_plain_text_under_other_operations(family, how, monkeypatch):
     for row, reference in zip(out, references, strict=True):
         assert torch.equal(row[-len(reference) :], reference)
     latent = family == "DeepseekV3"  # keys and values of other widths
-    assert ("verify_attention" in calls) != latent and ("walk_chain" in calls) == (how == "drafter")
+    assert ("verify_attention" in calls) == (not latent or how == "drafter")
+    assert ("walk_chain" in calls) == (how == "drafter")
     calls.clear()
     dspine_hf.generate(target, drafter, ids, attention_mask=mask, max_new_tokens=4, fused_attention=False)
     assert "verify_attention" not in calls

@@ -203,13 +203,15 @@ class FastCall:
 
     def _attach(self, rounds: Rounds) -> None:
         """Puts the call's models into its rounds."""
-        fused = getattr(self.drafter, "ops", EAGER) is not EAGER  # chosen here, where torch.compile does not look
+        own = getattr(self.drafter, "ops", EAGER)  # chosen here, where torch.compile does not look
+        fused = own is not EAGER
         taps, asked = None, fused if self.options.fused_attention is None else self.options.fused_attention
         ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER  # not the drafter's
         attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
+            rounds.attend = own.verify_attention if fused and asked else None
             rounds.compiled, rounds.num_candidates = self.options.compiled, self.options.num_candidates
         rounds.passes.attach(self.target, taps, attend, self.options.compiled)
 

@@ -8,6 +8,7 @@ import torch
 from .fast_target import TargetPasses, compiled_method
 from .fast_walk import Chain, SeenTokens, noise_like, walk_batch, warp
 from .generation_dspine import first_slots
+from .layers_dspine import Limits
 from .ops_dspine import EAGER
 from .static_cache import Places, RaggedDraftCache
 
@@ -82,6 +83,7 @@ class Rounds:
         drafter, view: the draft model and its view of the target, put in for each call.
         compiled: whether the drafter's passes go through torch.compile.
         num_candidates: K of this call; None: the drafter's.
+        attend: fused attention for drafts, as `ops_dspine.verify_attention`; None: there is none.
     """
 
     passes: TargetPasses
@@ -94,6 +96,7 @@ class Rounds:
     view: Any = field(default=None, init=False)
     compiled: bool = field(default=False, init=False)
     num_candidates: int | None = field(default=None, init=False)
+    attend: Any = field(default=None, init=False)
     chain: Chain | None = field(default=None, init=False)
 
     def detach(self) -> None:
@@ -127,10 +130,10 @@ class Rounds:
         slots = self.drafter.config.num_draft_slots
         places, positions = self._places(1 + slots, columns, first)
         self.context.places = places
-        mask = self._draft_mask(places, columns, first)
+        seen = self._draft_mask(places, columns, first) if self.attend is None else self._draft_limits(places)
         options = {} if self.num_candidates is None else {"num_candidates": self.num_candidates}
         block = self._method("draft_block")(
-            self.view, self.context, rows.anchor[:, 0], positions[:, 0], attention_mask=mask, **options
+            self.view, self.context, rows.anchor[:, 0], positions[:, 0], **seen, **options
         )
         block = first_slots(block, self.max_slots)
         self.chain = None
@@ -139,17 +142,25 @@ class Rounds:
             self.chain = walk_batch(block, processors, rows.seen, self.do_sample, ops)
         return block
 
-    def _draft_mask(self, places: Places, columns: int, first: int | None) -> torch.Tensor | None:
-        """Which columns a block sees, `[batch, columns]`; None: all that the context hands out."""
+    def _draft_limits(self, places: Places) -> dict[str, Any]:
+        """What a block sees as the first and the last column of every row."""
+        assert self.context is not None
+        start, window, self.context.first_column = self.rows.start, self.drafter.config.context_window, 0
+        if window is not None:
+            start = torch.maximum(start, places.index[:, 0] - window)
+        return {"limits": Limits(self.attend, start, places.index[:, -1])}
+
+    def _draft_mask(self, places: Places, columns: int, first: int | None) -> dict[str, Any]:
+        """What a block sees as a mask `[batch, columns]`; nothing where it is all that the context hands out."""
         assert self.context is not None
         window = self.drafter.config.context_window
         if first is not None and not self.rows.padded:
             self.context.first_column = 0 if window is None else max(0, first - window)
-            return None
+            return {}
         anchor = places.index[:, :1]
         at = torch.arange(columns, device=anchor.device)
         seen = (at >= self.rows.start[:, None]) & (at <= places.index[:, -1:])
-        return seen if window is None else seen & (at >= anchor - window)
+        return {"attention_mask": seen if window is None else seen & (at >= anchor - window)}
 
     # ---- verify -----------------------------------------------------------------------------------------------
 

@@ -1,5 +1,8 @@
 """The drafter's layers: Qwen3-style attention and SwiGLU, and the gated adjacent injection (DESIGN.md section 1)."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -18,6 +21,20 @@ class DSpineRotaryEmbedding(Fp32Buffers, Qwen3RotaryEmbedding):
 
 class ZeroLinear(nn.Linear):
     """A projection that starts at zero."""
+
+
+@dataclass
+class Limits:
+    """What a block sees, for fused attention: a run of keys, the same for all of its rows.
+
+    Args:
+        attend: [`ops_dspine.verify_attention`], or the fused operation of that name.
+        first, last: the first and the last visible key of every batch row [batch].
+    """
+
+    attend: Callable
+    first: torch.Tensor
+    last: torch.Tensor
 
 
 class DSpineAttention(nn.Module):
@@ -44,12 +61,31 @@ class DSpineAttention(nn.Module):
         keys = _rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Attend: q [batch, heads, rows, head_dim], k/v [batch, kv_heads, keys, head_dim] -> [batch, rows, d]."""
-        if self.groups > 1:
-            k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        limits: Limits | None = None,
+    ) -> torch.Tensor:
+        """Attend: q [batch, heads, rows, head_dim], k/v [batch, kv_heads, keys, head_dim] -> [batch, rows, d].
+
+        mask: bool [batch, 1, rows, keys], True where a row may look; None: everywhere. limits: instead of a mask.
+        """
+        if limits is not None:
+            last = limits.last[:, None].expand(-1, q.shape[2])
+            out = limits.attend(q, k, v, limits.first, last).transpose(1, 2)
+        elif torch.is_grad_enabled():
+            if self.groups > 1:
+                k, v = (t.repeat_interleave(self.groups, dim=1) for t in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2)
+        else:  # heads that share keys are rows of one product, so that keys and values are not copied
+            mask = None if mask is None else mask.repeat(1, 1, self.groups, 1)
+            packed = q.unflatten(1, (-1, self.groups)).flatten(2, 3)  # [batch, kv_heads, groups * rows, head_dim]
+            out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask)
+            out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4)  # [batch, rows, kv_heads, groups, head_dim]
+        return self.o_proj(out.flatten(2))
 
 
 def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
 from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
-from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, ZeroLinear
+from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, Limits, ZeroLinear
 from .ops_dspine import EAGER, Ops, fused_ops
 from .saving_dspine import replaced_whole, weights_of
 from .target_dspine import (
@@ -61,12 +61,14 @@ class RewriteState:
 
     before: [batch, blocks, B-1, d], slots 1..B-1. keys_values: one (K, V) per layer after the rewritten one.
     rotary: cos and sin of slots 1..B-1, [batch, blocks, B-1, head_dim]. mask: [batch, blocks, B-1, keys] or None.
+    limits: instead of a mask, or None.
     """
 
     before: torch.Tensor
     keys_values: list[tuple[torch.Tensor, torch.Tensor]]
     rotary: tuple[torch.Tensor, torch.Tensor]
     mask: torch.Tensor | None
+    limits: Limits | None = None
 
 
 class DSpinePreTrainedModel(PreTrainedModel):
@@ -256,6 +258,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         past_key_values: DraftCache,
         attention_mask: torch.Tensor | None = None,
         forced_messages: torch.Tensor | list[torch.Tensor | None] | None = None,
+        limits: Limits | None = None,
     ) -> DSpineOutput:
         """Run the backbone over blocks.
 
@@ -268,6 +271,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
                 None: everything (right for one block per batch row whose context is whole).
             forced_messages: messages [batch, blocks, B-1, r] instead of the predicted ones where not NaN, for every
                 layer or as a list with one entry per layer (teacher forcing and the oracle analysis).
+            limits: instead of a mask, for one block per batch row.
         """
         batch, blocks, slots, _ = block_embeds.shape
         cos, sin = self.rotary_emb(block_embeds, position_ids.flatten(1))
@@ -279,7 +283,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             k, v = past_key_values.join(i, *layer.self_attn.keys_values(x, cos, sin))
             if mask is not None and mask.shape[-1] > k.shape[2]:
                 mask = mask[..., -k.shape[2] :]
-            h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask).view_as(h)
+            h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask, limits).view_as(h)
             if not layer.inner_write:
                 h = layer.feed_forward(h)
             before = h
@@ -295,7 +299,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
                 keys_values.append((k, v))
         rotary = tuple(t.unflatten(1, (blocks, slots))[:, :, 1:] for t in (cos, sin))
         slot_mask = None if mask is None else mask[:, 0].unflatten(1, (blocks, slots))[:, :, 1:]
-        return DSpineOutput(h, tuple(features), RewriteState(state, keys_values, rotary, slot_mask))
+        return DSpineOutput(h, tuple(features), RewriteState(state, keys_values, rotary, slot_mask, limits))
 
     def rewrite(self, state: RewriteState, messages: torch.Tensor, first_slot: int = 1) -> torch.Tensor:
         """Do the last writes again with decided predecessors (predecessor-conditioned decoding).
@@ -325,7 +329,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
                 mask = mask[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3).unsqueeze(1)
             for layer, (k, v) in zip(self.layers[first + 1 :], state.keys_values, strict=True):
                 x = layer.input_layernorm(h).flatten(1, 3)
-                h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask).view_as(h)
+                q = layer.self_attn.queries(x, cos, sin)
+                h = h + layer.self_attn(q, k, v, mask, state.limits).view_as(h)
                 h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages, ops)
         return h
 
@@ -339,6 +344,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         num_slots: int | None = None,
         attention_mask: torch.Tensor | None = None,
         num_candidates: int | None = None,
+        limits: Limits | None = None,
     ) -> "DraftBlock":
         """Draft one block per batch row.
 
@@ -349,6 +355,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             num_slots: slots to draft, at most B - 1 (the default).
             attention_mask: bool [batch, context + 1 + num_slots] over context and block, for padded batches.
             num_candidates: K of this block, instead of the config's.
+            limits: instead of a mask, for fused attention.
         """
         slots = self.config.num_draft_slots if num_slots is None else min(num_slots, self.config.num_draft_slots)
         device = self.fc.weight.device
@@ -356,7 +363,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         positions = anchor_positions.to(device).view(-1, 1, 1) + torch.arange(1 + slots, device=device)
         mask = None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, 1 + slots, -1)
         anchor_features = view.phi(anchors)
-        out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask)
+        embeds = self.block_embeds(view, anchors, slots)
+        out = self(embeds, anchor_features, positions, cache, mask, limits=limits)
         count, paired = num_candidates or self.config.num_candidates, self.config.selection == "transition"
         unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.topk)
         transitions = self._transitions(view, out.rewrite, unary, candidates) if paired else None

@@ -4,7 +4,7 @@ Every batch row owns a run of columns. A pass writes the keys and values of its 
 a rejected row is overwritten by the next pass, and until then no mask shows it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,11 +20,16 @@ class Places:
         index: `[batch, rows]`, the column of every row, on the device.
         columns: how many columns attention looks at, an upper bound of all that are in use.
         first: the column of the first row where all batch rows share it and the host knows it, else None.
+        batch: `[batch, 1]`, the number of every batch row.
     """
 
     index: torch.Tensor
     columns: int
     first: int | None = None
+    batch: torch.Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.batch = torch.arange(self.index.shape[0], device=self.index.device)[:, None]
 
 
 def write(store: torch.Tensor, rows: torch.Tensor, places: Places) -> None:
@@ -32,8 +37,9 @@ def write(store: torch.Tensor, rows: torch.Tensor, places: Places) -> None:
     if places.first is not None:
         store[:, :, places.first : places.first + rows.shape[2]] = rows
         return
-    index = places.index.to(store.device)[:, None, :, None].expand_as(rows)
-    store.scatter_(2, index, rows)
+    # Not scatter_, for which torch.compile copies the whole store and back.
+    batch, index = places.batch.to(store.device), places.index.to(store.device)
+    store[batch, :, index] = rows.transpose(1, 2)  # [batch, rows, heads, width]
 
 
 class StaticRows:

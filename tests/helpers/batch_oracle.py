@@ -47,8 +47,8 @@ class BatchOracle(DSpineDraftModel):
     boost: float = 20.0
 
     @torch.no_grad()
-    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None):
-        block = super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots, attention_mask)
+    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None, **more):
+        block = super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots, attention_mask, **more)
         self.blocks = [*getattr(self, "blocks", []), (anchor_positions.tolist(), block.unary, block.candidates)]
         slots, V = self.config.num_draft_slots, self.config.vocab_size
         rows, given = [], []

@@ -49,7 +49,7 @@ class OracleDrafter(DSpineDraftModel):
     context_lengths: list[int]
 
     @torch.no_grad()
-    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None):
+    def draft_block(self, view, cache, anchor_ids, anchor_positions, num_slots=None, attention_mask=None, **more):
         super().draft_block(view, cache, anchor_ids, anchor_positions, num_slots)
         self.context_lengths = [*getattr(self, "context_lengths", []), cache.context_length]
         slots = self.config.num_draft_slots if num_slots is None else num_slots
