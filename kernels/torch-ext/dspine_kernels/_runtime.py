@@ -54,6 +54,18 @@ def next_power_of_2(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
+def early_launches(device: torch.device) -> bool:
+    """Whether a launch on the device may begin while the one before it ends (programmatic dependent launch)."""
+    if device.type != "cuda" or torch.version.hip is not None or INTERPRETED:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def early_options(pdl: bool) -> dict[str, bool]:
+    """How a kernel with a PDL argument is launched."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
 def refuse_unlike(**tensors: torch.Tensor) -> None:
     """Raise ValueError unless all tensors have one dtype that the kernels know, and one device."""
     first_name, first = next(iter(tensors.items()))

@@ -8,6 +8,14 @@ from ._runtime import INTERPRETED
 
 
 @triton.jit
+def begin(PDL: tl.constexpr):
+    """With PDL: lets the next launch begin, and waits for the one before; what it wrote may be read from here on."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
 def product(a, b, acc, UPCAST: tl.constexpr):
     """acc [M, N] + a [M, K] b [N, K]^T in fp32; fp32 operands are never rounded to tf32."""
     if UPCAST:

@@ -7,15 +7,20 @@ With n the injection's own norm, m a slot and m - 1 its predecessor in the block
     write     h_m + U g_m
 
 Written slots are counted through all blocks, m = block * (B - 1) + slot - 1. All sums are fp32.
+
+With PDL (programmatic dependent launch, NVIDIA from compute capability 9.0) a launch begins while the one before it
+ends: it loads its weights, which nothing computes, and waits for the rest.
 """
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import MAX_RANK, next_power_of_2, refuse_unlike
-from ._tiles import product, product_options
+from ._runtime import MAX_RANK, early_launches, early_options, next_power_of_2, refuse_unlike
+from ._tiles import begin, product, product_options
 
 PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
 MAX_SPLITS = 4
@@ -24,7 +29,7 @@ MAX_SPLITS = 4
 @triton.jit
 def _project_kernel(
     h_ptr, w_ptr, P_ptr, A_ptr, x_ptr, squares_ptr, slots, M, d, r, split_d,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, ONCE: tl.constexpr, PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
@@ -35,14 +40,25 @@ def _project_kernel(
     rows = tl.where((n < r)[:, None], P_ptr + n[:, None] * d, A_ptr + (n - r)[:, None] * d)  # [BLOCK_N, 1]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(split * split_d, tl.minimum(split * split_d + split_d, d), BLOCK_D):
-        k = start + tl.arange(0, BLOCK_D)
-        h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
+    if ONCE:
+        k = split * split_d + tl.arange(0, BLOCK_D)
         weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0)
+        begin(PDL)
+        h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
         weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
         acc = product(h, weight, acc, UPCAST)
         squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
+    else:
+        begin(PDL)
+        for start in range(split * split_d, tl.minimum(split * split_d + split_d, d), BLOCK_D):
+            k = start + tl.arange(0, BLOCK_D)
+            h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
+            weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
+            w = tl.load(w_ptr + k, mask=k < d, other=0.0)
+            weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
+            acc = product(h, weight, acc, UPCAST)
+            squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M
     tl.store(x_ptr + (part + m)[:, None] * (2 * r) + n[None, :], acc, mask=(m < M)[:, None] & (n < 2 * r)[None, :])
     if tl.program_id(1) == 0:
@@ -66,7 +82,7 @@ def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.co
 def _gate_kernel(
     x_ptr, squares_ptr, anchor_ptr, B_ptr, b_ptr, z_ptr, g_ptr, slots, M, d, r, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """z [M, r] fp32 and g [M, r]. Slot m needs z of m - 1, so the last program along m also sees m = M."""
     dtype = g_ptr.dtype.element_ty
@@ -78,6 +94,9 @@ def _gate_kernel(
     here = (m < M)[:, None]
 
     k = tl.arange(0, RANK)
+    if BLOCK_K == RANK:
+        B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
+    begin(PDL)
     P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
     scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
     if tl.program_id(1) == 0:
@@ -94,7 +113,8 @@ def _gate_kernel(
             z = _projected(x_ptr, squares_ptr, m - 1, tl.where(c < r, c, 2 * r), known, M, d, r, eps, SPLITS) * scale
         anchor = tl.load(anchor_at + c[None, :], mask=here & first & (c < r)[None, :], other=0.0)
         s = tl.where(first, anchor.to(tl.float32), z).to(dtype)
-        B = tl.load(B_ptr + n[:, None] * r + c[None, :], mask=(n < r)[:, None] & (c < r)[None, :], other=0.0)
+        if BLOCK_K != RANK:
+            B = tl.load(B_ptr + n[:, None] * r + c[None, :], mask=(n < r)[:, None] & (c < r)[None, :], other=0.0)
         acc = product(s, B, acc, UPCAST)
     z = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
     anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0)
@@ -105,7 +125,7 @@ def _gate_kernel(
 @triton.jit
 def _write_kernel(
     h_ptr, g_ptr, U_ptr, out_ptr, slots, rows, d, r,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, RANK: tl.constexpr, PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out = h + U g for every slot of every block; slot 0 gets no message."""
@@ -116,12 +136,17 @@ def _write_kernel(
     g_at = g_ptr + (row // (slots + 1) * slots + slot - 1).to(tl.int64)[:, None] * r
     at = row.to(tl.int64)[:, None] * d + n[None, :]
     mask = (row < rows)[:, None] & (n < d)[None, :]
+    if BLOCK_K == RANK:
+        k = tl.arange(0, BLOCK_K)
+        U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
+    begin(PDL)
     h = tl.load(h_ptr + at, mask=mask, other=0.0)
     acc = h.to(tl.float32)
     for start in range(0, r, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         g = tl.load(g_at + k[None, :], mask=written & (k < r)[None, :], other=0.0)
-        U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
+        if BLOCK_K != RANK:
+            U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
         acc = product(g, U, acc, UPCAST)
     tl.store(out_ptr + at, acc.to(h.dtype), mask=mask)
 
@@ -131,11 +156,25 @@ def _tile(n: int, most: int) -> int:
     return max(16, min(most, next_power_of_2(n)))
 
 
-def _split(programs: int, d: int, block: int) -> tuple[int, int]:
-    """Into how many parts to cut d so that about PROGRAMS programs run, and the length of a part."""
-    splits = min(max(1, PROGRAMS // programs), triton.cdiv(d, block), MAX_SPLITS)
-    length = triton.cdiv(triton.cdiv(d, splits), block) * block
-    return triton.cdiv(d, length), length
+def launch_shape(M: int, d: int, r: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Tile sizes, warps and splits of the three launches, from static shapes alone.
+
+    Args:
+        M: written slots in all. d, r: as in [`gated_injection`].
+    """
+    wide, rank = dtype is torch.float32, max(16, next_power_of_2(r))
+    project = {"BLOCK_M": _tile(M, 64), "BLOCK_N": 16, "num_warps": 4}
+    if project["BLOCK_M"] > 16:
+        project |= {"BLOCK_N": 32, "BLOCK_D": _tile(d, 32 if wide else 128)}
+    elif wide:
+        project |= {"BLOCK_D": _tile(d, 64)}
+    else:  # few rows: all of a program's weights in flight at once
+        project |= {"BLOCK_D": _tile(triton.cdiv(d, MAX_SPLITS), 1024), "num_warps": 8}
+    programs = triton.cdiv(M, project["BLOCK_M"]) * triton.cdiv(2 * r, project["BLOCK_N"])
+    splits = min(max(1, PROGRAMS // programs), MAX_SPLITS)
+    gate = {"BLOCK_M": _tile(M + 1, 32), "BLOCK_N": 16, "BLOCK_K": min(rank, 32) if wide else rank, "num_warps": 8}
+    write = {"BLOCK_M": _tile(M, 64), "BLOCK_N": 32, "BLOCK_K": min(rank, 32 if wide else 256), "num_warps": 4}
+    return {"splits": splits, "project": project, "gate": gate, "write": write, "pdl": early_launches(device)}
 
 
 @torch.library.custom_op(add_op_namespace_prefix("gated_injection"), mutates_args=())
@@ -149,32 +188,21 @@ def _gated_injection(
     out, z, g = torch.empty_like(h), torch.empty(blocks, slots - 1, r, **fp32), h.new_empty(M, r)
     if not M:
         return out.copy_(h), z
-    RANK, dots = max(16, next_power_of_2(r)), product_options(h.dtype)
-    wide, BLOCK_M = h.dtype is torch.float32, _tile(M, 64)
-    shape = {"num_warps": 4}
-    if BLOCK_M > 16:
-        BLOCK_N, BLOCK_D = 32, _tile(d, 32 if wide else 128)
-    elif wide:
-        BLOCK_N, BLOCK_D = 16, _tile(d, 64)
-    else:  # few rows: most of a program's weights in flight at once
-        BLOCK_N, BLOCK_D, shape = 16, _tile(triton.cdiv(d, 2 * MAX_SPLITS), 512), {"num_warps": 8, "num_stages": 2}
-    tiles = triton.cdiv(M, BLOCK_M), triton.cdiv(2 * r, BLOCK_N)
-    splits, split_d = _split(tiles[0] * tiles[1], d, BLOCK_D)
+    shape, RANK = launch_shape(M, d, r, h.dtype, h.device), max(16, next_power_of_2(r))
+    project, gate, write = shape["project"], shape["gate"], shape["write"]
+    common = product_options(h.dtype) | early_options(shape["pdl"])
+    split_d = triton.cdiv(triton.cdiv(d, shape["splits"]), project["BLOCK_D"]) * project["BLOCK_D"]
+    splits = triton.cdiv(d, split_d)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
-    _project_kernel[(*tiles, splits)](
-        h, w, P, A, x, squares, slots - 1, M, d, r, split_d,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_D=BLOCK_D, **shape, **dots,
-    )  # fmt: skip
-    BLOCK_M, BLOCK_N, BLOCK_K = _tile(M + 1, 32), 16, min(RANK, 32) if wide else RANK
-    _gate_kernel[(triton.cdiv(M + 1, BLOCK_M), triton.cdiv(r, BLOCK_N))](
-        x, squares, anchor, B, b, z, g, slots - 1, M, d, r, eps,
-        SPLITS=splits, BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, RANK=RANK, num_warps=8, **dots,
-    )  # fmt: skip
-    BLOCK_M, BLOCK_N, BLOCK_K = _tile(blocks * slots, 64), 32, min(RANK, 32 if wide else 128)
-    _write_kernel[(triton.cdiv(blocks * slots, BLOCK_M), triton.cdiv(d, BLOCK_N))](
-        h, g, U, out, slots - 1, blocks * slots, d, r,
-        BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K, num_warps=4, **dots,
-    )  # fmt: skip
+    _project_kernel[(triton.cdiv(M, project["BLOCK_M"]), triton.cdiv(2 * r, project["BLOCK_N"]), splits)](
+        h, w, P, A, x, squares, slots - 1, M, d, r, split_d, ONCE=split_d == project["BLOCK_D"], **project, **common
+    )
+    _gate_kernel[(triton.cdiv(M + 1, gate["BLOCK_M"]), triton.cdiv(r, gate["BLOCK_N"]))](
+        x, squares, anchor, B, b, z, g, slots - 1, M, d, r, eps, SPLITS=splits, RANK=RANK, **gate, **common
+    )
+    _write_kernel[(triton.cdiv(blocks * slots, write["BLOCK_M"]), triton.cdiv(d, write["BLOCK_N"]))](
+        h, g, U, out, slots - 1, blocks * slots, d, r, RANK=RANK, **write, **common
+    )
     return out, z
 
 
