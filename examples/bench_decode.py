@@ -3,9 +3,13 @@
     python examples/bench_decode.py --out decode.json                                    # the embedded SmolLM2 target
     python examples/bench_decode.py --shapes qwen3-8b --device cuda --fused --out 8b.json   # random weights of a size
 
-Ways take turns in every repeat, and each figure is a median over the repeats of one run. Then single passes behind a
-context: a draft, verifications of 1..16 rows, whole rounds; beside them the floor, the bytes of the weights at the
-bandwidth of a copy. Random weights accept nothing: their rounds give the speed-up at any acceptance length.
+At batch 1 the prompts are answered one after another, else in full batches. Ways take turns; the two of transformers
+run once per prompt, the loop's `--repeats` times. Peak memory is that of a way's first call, with nothing kept from
+another one. With `--seconds` it stops in time and writes what it has; the file is written after every case.
+
+Then single passes behind a context: a draft, verifications of 1..16 rows, whole rounds; beside them the floor, the
+bytes of the weights at the bandwidth of a copy. Random weights accept nothing: their rounds give the speed-up at any
+acceptance length.
 """
 
 import argparse
@@ -15,7 +19,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from decode_cases import SHAPES, batch_of, load, new_tokens, synchronise, timed
+from decode_cases import SHAPES, batches_of, load, new_tokens, synchronise, timed
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +27,8 @@ import dspine_hf
 from dspine_hf import graphs
 from dspine_hf.fast_call import FastCall, Options
 
-DRAFTED = ("drafted generate()", "loop, drafted", "loop, adaptive")
+PLAIN, STATIC = "plain generate()", "loop, no drafter"
+HF_WAYS = (PLAIN, "drafted generate()")
 
 
 def parse() -> argparse.Namespace:
@@ -31,7 +36,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--target", help="Hub name, folder or .gguf file; default: the embedded SmolLM2-135M-Instruct")
     parser.add_argument("--drafter", default="model_cards/dspine-smollm2-135m-instruct")
     parser.add_argument("--shapes", choices=SHAPES, help="random weights of these shapes instead")
-    parser.add_argument("--prompts", help='JSONL file of {"turns": [...]} lines')
+    parser.add_argument("--prompts", nargs="+", help='JSONL files of {"turns": [...]} lines')
+    parser.add_argument("--per-set", type=int, default=4, help="prompts taken of each file")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--max-new-tokens", type=int, default=128)
@@ -41,57 +47,112 @@ def parse() -> argparse.Namespace:
         "--rows", type=int, nargs="+", help="rows of the timed verifications; default: 1 to the block size"
     )
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--only", choices=("passes", "decode"), help="leave out the other half")
+    parser.add_argument("--skip", nargs="*", default=[], help="ways of decoding to leave out, by name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--fused", action="store_true", help="the drafter's fused kernels")
-    parser.add_argument("--compile", action="store_true", help="compile both models in the fast loop")
+    parser.add_argument("--fused", action="store_true", help="fused kernels for the drafter and for attention")
+    parser.add_argument(
+        "--compile", nargs="?", const=True, default=False, help="compile both models in the fast loop, in this mode"
+    )
     parser.add_argument("--out", default="decode.json")
     parser.add_argument("--tiny", action="store_true", help="random tiny weights, a few tokens: seconds on a CPU")
     args = parser.parse_args()
     if args.tiny:
         args.shapes, args.context, args.max_new_tokens, args.block_size = "tiny", 24, 8, 4
         args.repeats, args.batches, args.dtype = 1, [1, 2], "float32"
+    args.end = time.monotonic() + args.seconds
     return args
 
 
-def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) -> dict:
-    """Every way to decode one batch, taking turns; ratios to plain generate()."""
-    inputs = batch_of(args, tokenizer, size, target.config.vocab_size)
+def ways_of(args, target, drafter, temperature: float) -> dict:
+    """Every way to decode a batch, by name: what it does with the inputs."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-    options = {**inputs, **sampling, "max_new_tokens": args.max_new_tokens}
-    fast = {**options, "compiled": args.compile}
+    options = {**sampling, "max_new_tokens": args.max_new_tokens}
+    fast = {**options, "compiled": args.compile, "fused_attention": args.fused}
     ways = {
-        "plain generate()": lambda: target.generate(**options),
-        "loop, no drafter": lambda: dspine_hf.generate(target, None, **fast),
-        "drafted generate()": lambda: target.generate(**options, assistant_model=drafter),
-        "loop, drafted": lambda: dspine_hf.generate(target, drafter, **fast),
-        "loop, adaptive": lambda: dspine_hf.generate(target, drafter, adaptive=True, **fast),
+        PLAIN: lambda inputs: target.generate(**inputs, **options),
+        STATIC: lambda inputs: dspine_hf.generate(target, None, **inputs, **fast),
+        "drafted generate()": lambda inputs: target.generate(**inputs, **options, assistant_model=drafter),
+        "loop, drafted": lambda inputs: dspine_hf.generate(target, drafter, **inputs, **fast),
+        "loop, adaptive": lambda inputs: dspine_hf.generate(target, drafter, adaptive=True, **inputs, **fast),
     }
-    if size > 1:
-        del ways["drafted generate()"]
-    speeds, figures = {name: [] for name in ways}, {name: {} for name in ways}
-    for repeat in range(-1, args.repeats):  # the first round warms up: compiles, captures
-        for name, run in ways.items():
-            if args.device.startswith("cuda"):
-                torch.cuda.reset_peak_memory_stats()
-            synchronise(args.device)
-            began = time.perf_counter()
-            out = run()
-            synchronise(args.device)
-            if repeat >= 0:
-                count = new_tokens(out, inputs["input_ids"].shape[1], target)
-                speeds[name].append(count / (time.perf_counter() - began))
-            if args.device.startswith("cuda"):
-                figures[name]["peak_bytes"] = torch.cuda.max_memory_allocated()
-            if name in DRAFTED:
-                figures[name]["acceptance_length"] = drafter.generation_stats.acceptance_length
-    for name, found in figures.items():
-        found.update(tokens_per_second=median(speeds[name]), runs=speeds[name])
-        found["ratio"] = found["tokens_per_second"] / median(speeds["plain generate()"])
-        if "peak_bytes" in found:
-            found["peak_over_plain"] = found["peak_bytes"] - figures["plain generate()"]["peak_bytes"]
+    return {name: way for name, way in ways.items() if name not in args.skip}
+
+
+def first_call(args, target, run, inputs: dict) -> dict:
+    """Runs a way once, with nothing kept from earlier calls: it warms up; the memory that it took."""
     graphs.release(target)
-    return figures
+    if args.device.startswith("cuda"):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    run(inputs)
+    found = {"cache_bytes": graphs.cache_bytes(target)}
+    if args.device.startswith("cuda"):
+        found["peak_bytes"] = torch.cuda.max_memory_allocated()
+    return found
+
+
+def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) -> dict:
+    """Every way to decode the prompts in batches of a size, taking turns."""
+    batches = batches_of(args, tokenizer, size, target.config.vocab_size)
+    ways = ways_of(args, target, drafter, temperature)
+    if size > 1:
+        ways.pop("drafted generate()", None)
+    figures: dict = {name: {"runs": [], "tokens": 0, "seconds": 0.0} for name in ways}
+    texts: dict = {name: {} for name in ways}
+    for name, run in ways.items():
+        if time.monotonic() < args.end:
+            figures[name] |= first_call(args, target, run, batches[0])
+    for repeat in range(args.repeats):
+        for number, inputs in enumerate(batches):
+            for name, run in ways.items():
+                if (repeat and name in HF_WAYS) or time.monotonic() > args.end:
+                    continue
+                synchronise(args.device)
+                began = time.perf_counter()
+                out = run(inputs)
+                synchronise(args.device)
+                seconds = time.perf_counter() - began
+                texts[name][number] = new_tokens(out, inputs["input_ids"].shape[1], target)
+                note(figures[name], texts[name][number], seconds)
+                if name not in (PLAIN, STATIC):
+                    stats = drafter.generation_stats
+                    figures[name]["acceptances"] = [*figures[name].get("acceptances", []), stats.acceptance_length]
+    finish(figures, texts, drafter, greedy=not temperature)
+    graphs.release(target)
+    return {name: found for name, found in figures.items() if found["runs"]}
+
+
+def note(found: dict, texts: list[list[int]], seconds: float) -> None:
+    count = sum(map(len, texts))
+    found["runs"].append(count / seconds)
+    found["tokens"] += count
+    found["seconds"] += seconds
+
+
+def finish(figures: dict, texts: dict, drafter, greedy: bool) -> None:
+    """Adds what follows from all runs: medians, ratios, equal texts, and memory beside plain generate()'s."""
+    own = sum(t.nbytes for t in (*drafter.parameters(), *drafter.buffers()))
+    for name, found in figures.items():
+        if not found["runs"]:
+            continue
+        found["tokens_per_second"] = median(found["runs"])
+        found["tokens_over_seconds"] = found["tokens"] / found["seconds"]
+        if "acceptances" in found:
+            found["acceptance_length"] = sum(found["acceptances"]) / len(found["acceptances"])
+        for key, other in (("ratio", PLAIN), ("ratio_static", STATIC)):
+            if figures.get(other, {}).get("runs"):
+                found[key] = found["tokens_over_seconds"] / (figures[other]["tokens"] / figures[other]["seconds"])
+            if greedy and name != other and other in texts:
+                shared = texts[name].keys() & texts[other].keys()
+                same = [a == b for n in shared for a, b in zip(texts[name][n], texts[other][n], strict=True)]
+                found[f"same_text_as {other}"] = [sum(same), len(same)]
+        if "peak_bytes" in found and "peak_bytes" in figures.get(PLAIN, {}):
+            # The drafter is resident while plain generate() runs, but is no part of it.
+            over = found["peak_bytes"] - (figures[PLAIN]["peak_bytes"] - own)
+            found |= {"drafter_bytes": own, "peak_over_plain": over, "bound": own + found["cache_bytes"]}
 
 
 def copy_bandwidth(device: str, size: int) -> float:
@@ -108,7 +169,8 @@ def pass_costs(args, target, drafter, size: int) -> dict:
 
     def measure(target, input_ids, logits_processor, stopping_criteria, generation_config, **model_kwargs):
         arguments = (logits_processor, stopping_criteria, generation_config, model_kwargs)
-        call = FastCall(target, drafter, input_ids, *arguments, Options(compiled=args.compile))
+        options = Options(compiled=args.compile, fused_attention=args.fused)
+        call = FastCall(target, drafter, input_ids, *arguments, options)
         call.prefill()
         used, first = args.context + 1 + 2 * slots, args.context
         if call.graphed is None:
@@ -119,6 +181,8 @@ def pass_costs(args, target, drafter, size: int) -> dict:
         with graphs.frozen(call.rounds):
             found["draft"] = timed(draft, args.device, 4 * args.repeats)
             for drafts in [n - 1 for n in args.rows] if args.rows else range(slots + 1):
+                if time.monotonic() > args.end:
+                    break
                 found["verify"][1 + drafts] = timed(lambda n=drafts: verify(n), args.device, 4 * args.repeats)
                 whole = lambda n=drafts: (draft(), verify(n).tolist())  # noqa: E731
                 found["round"][1 + drafts] = timed(whole, args.device, 4 * args.repeats)
@@ -126,17 +190,38 @@ def pass_costs(args, target, drafter, size: int) -> dict:
 
     ids = torch.randint(target.config.vocab_size, (size, args.context + 1), device=args.device)
     target.generate(ids, custom_generate=measure, max_new_tokens=64, do_sample=False)
-    found["rounds_per_plain_pass"] = {n: s / found["verify"][1] for n, s in found["round"].items()}
+    if 1 in found["verify"]:
+        found["rounds_per_plain_pass"] = {n: s / found["verify"][1] for n, s in found["round"].items()}
     return found
+
+
+def show(result: dict) -> None:
+    table = Table("case", "way", "tokens/s", "ratio", "to the static loop", "acceptance", "over plain, MiB", "bound")
+    for case, figures in result["decode"].items():
+        for name, f in figures.items():
+            numbers = [
+                f["tokens_per_second"],
+                f.get("ratio", 0),
+                f.get("ratio_static", 0),
+                f.get("acceptance_length", 1),
+            ]
+            sizes = [f"{f.get(key, 0) / 2**20:.0f}" for key in ("peak_over_plain", "bound")]
+            table.add_row(case, name, *(f"{number:.2f}" for number in numbers), *sizes)
+    Console(width=140).print(table)
+    for size, costs in result["passes"].items():
+        rows = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in costs["verify"].items())
+        whole = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in costs["round"].items())
+        print(f"batch {size}, ms: draft {1e3 * costs['draft']:.2f}; verify by rows {rows}; rounds {whole}")
+    print(f"weights at copy bandwidth: target {1e3 * result['floor']['target']:.2f} ms")
 
 
 def main() -> None:
     args = parse()
     target, drafter, tokenizer = load(args)
-    result: dict = {"arguments": vars(args), "torch": torch.__version__, "decode": {}, "passes": {}}
+    arguments = {name: value for name, value in vars(args).items() if name not in ("end", "seconds")}
+    result: dict = {"arguments": arguments, "torch": torch.__version__, "decode": {}, "passes": {}}
     if args.device.startswith("cuda"):
         result["device"] = torch.cuda.get_device_name()
-    table = Table("batch", "T", "way", "tokens/s", "ratio", "acceptance", "peak over plain, MiB")
 
     def save() -> None:
         Path(args.out).write_text(json.dumps(result, indent=1))
@@ -151,25 +236,20 @@ def main() -> None:
     bandwidth = copy_bandwidth(args.device, 2**30 if args.device.startswith("cuda") else 2**26)
     result["floor"] = {"copy_bandwidth": bandwidth, **{k: v / bandwidth for k, v in weights.items()}}
     save()
-    for size in args.batches:
+    for size in args.batches if args.only != "decode" else []:
         result["passes"][size] = pass_costs(args, target, drafter, size)
         graphs.release(target)
         save()
-    for size in args.batches:
+    for size in args.batches if args.only != "passes" else []:
         for temperature in args.temperatures:
-            figures = decode_all(args, target, drafter, tokenizer, size, temperature)
-            result["decode"][f"batch {size}, T={temperature}"] = figures
-            save()
-            for name, f in figures.items():
-                numbers = [f"{f.get('acceptance_length', 1):.2f}", f"{f.get('peak_over_plain', 0) / 2**20:.0f}"]
-                table.add_row(
-                    str(size), str(temperature), name, f"{f['tokens_per_second']:.1f}", f"{f['ratio']:.2f}", *numbers
+            if time.monotonic() < args.end:
+                result["decode"][f"batch {size}, T={temperature}"] = decode_all(
+                    args, target, drafter, tokenizer, size, temperature
                 )
-    Console().print(table)
-    for size, costs in result["passes"].items():
-        rows = ", ".join(f"{n}: {1e3 * s:.2f}" for n, s in costs["verify"].items())
-        print(f"batch {size}: draft {1e3 * costs['draft']:.2f} ms; verify by rows, ms: {rows}")
-    print(f"weights at copy bandwidth: target {1e3 * result['floor']['target']:.2f} ms")
+                save()
+    result["stopped"] = time.monotonic() > args.end
+    save()
+    show(result)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,16 @@ must move, at the bandwidth of a device copy. Then a draft pass behind 1024 rows
 and of DFlash on the same backbone. Times are medians over replays of a CUDA graph that takes turns among input sets,
 so that weights come from memory and not from a cache. After that, fused results are compared with fp64 ones on
 buffers filled with NaN, at the corners of the shape grid: all low, all high, each parameter alone high.
+`--guard` puts every input between margins of NaN, which must stay, and must not be read.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
 """
 
 import argparse
-import itertools
+import contextlib
+import importlib
 import json
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from statistics import median
@@ -26,6 +29,14 @@ from dspine_hf.ops_dspine import EAGER, Ops, fused_ops
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CACHE_BYTES = 200e6  # the input sets together are larger than the GPU's cache
+MARGIN = 4096  # elements on both sides of a guarded input
+# Other tiles and splits of the injection, to compare: what they change in `injection.launch_shape`.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no overlap": {"pdl": False},
+    "8 splits": {"splits": 8, "project": {"BLOCK_N": 32, "BLOCK_D": 512, "num_warps": 4}},
+    "half tiles": {"project": {"BLOCK_D": 512, "num_warps": 8, "num_stages": 2}},
+    "8 splits, narrow": {"splits": 8, "project": {"BLOCK_D": 512}, "write": {"BLOCK_N": 16}},
+}
 
 
 def flat(result: Any) -> list[torch.Tensor]:
@@ -41,12 +52,34 @@ def distance(found: torch.Tensor, exact: torch.Tensor) -> float:
     return float((found - exact).norm() / exact.norm().clamp_min(1.0))
 
 
-def check(op: str, fused: Any, p: Shape, dtype: torch.dtype, device: str) -> float:
+def guarded(value: Any) -> tuple[Any, torch.Tensor | None]:
+    """A copy of a tensor between margins of NaN (of integers: of a large negative number), and the whole buffer."""
+    if not isinstance(value, torch.Tensor):
+        return value, None
+    fill = float("nan") if value.is_floating_point() else -(2**20)
+    whole = value.new_full((value.numel() + 2 * MARGIN,), fill)
+    inner = whole[MARGIN:-MARGIN].view(value.shape)
+    return inner.copy_(value), whole
+
+
+def untouched(whole: torch.Tensor | None) -> bool:
+    """Whether the margins are as they were."""
+    if whole is None:
+        return True
+    margins = torch.cat([whole[:MARGIN], whole[-MARGIN:]])
+    return bool((margins.isnan() if whole.is_floating_point() else margins == -(2**20)).all())
+
+
+def check(op: str, fused: Any, p: Shape, dtype: torch.dtype, device: str, guard: bool = False) -> float:
     """The largest distance of a fused output, written over NaN, from the eager result on fp64 copies."""
-    args = arguments(op, p, dtype, None, device)
+    args, buffers = arguments(op, p, dtype, None, device), []
+    if guard:
+        args, buffers = (list(column) for column in zip(*map(guarded, args), strict=True))
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
     outputs = flat(getattr(fused, op)(*args))
     torch.use_deterministic_algorithms(False)
+    if not all(map(untouched, buffers)):
+        return float("inf")
     if op in ("topk", "walk_chain"):  # values: indices among equal scores are free, scores are not rounded
         exact = flat(getattr(EAGER, op)(*args))
         return max(map(distance, outputs, exact)) if op == "walk_chain" else distance(outputs[0], exact[0])
@@ -105,31 +138,74 @@ def time_operation(op: str, fused: Any, p: Shape, head: torch.Tensor, bandwidth:
     return row | {"speedup": row["eager"] / row["fused"], "over floor": row["fused"] / row["floor"]}
 
 
+@contextlib.contextmanager
+def varied(fused: Ops, changes: dict[str, Any]) -> Iterator[None]:
+    """The injection with other tiles while it lasts; entries of a launch are changed one by one."""
+    module = importlib.import_module(fused.gated_injection.__module__)
+    genuine = module.launch_shape
+
+    def changed(*args: Any) -> dict[str, Any]:
+        shape = genuine(*args)
+        for name, value in changes.items():
+            shape[name] = {**shape[name], **value} if isinstance(value, dict) else value
+        return shape
+
+    module.launch_shape = changed
+    try:
+        yield
+    finally:
+        module.launch_shape = genuine
+
+
+def time_variants(fused: Ops, p: Shape, bandwidth: float, options: argparse.Namespace) -> list[dict]:
+    """The injection by tiles and by batch, in microseconds, and how exact it is."""
+    rows = []
+    for batch in (1,) if options.tiny else (1, 8, 32):
+        shape = replace(p, batch=batch)
+        for name, changes in {"as shipped": {}, **VARIANTS}.items():
+            if batch > 1 and "pdl" not in changes and changes:
+                continue  # tiles for few rows
+            with varied(fused, changes):
+                quiet = argparse.Namespace(**{**vars(options), "no_compile": True})
+                row = time_operation("gated_injection", fused, shape, None, bandwidth, quiet)
+                error = check("gated_injection", fused, shape, options.dtype, options.device)
+            rows.append({"variant": name, "batch": batch, **row, "error": error})
+    return rows
+
+
 def check_corners(
     fused: Ops, names: list[str], base: Shape, grid: dict[str, tuple], options: argparse.Namespace
 ) -> list[dict]:
     """The named operations at the corners of the grid, in every dtype."""
     found = []
     for op in names:
-        for corner in corners(op, grid):
+        for corner in corners(op, grid)[: 2 if options.few else None]:
             for dtype, most in TOLERANCE.items():
-                error = check(op, fused, replace(base, **corner), dtype, options.device)
+                if options.few and dtype is not options.dtype:
+                    continue
+                error = check(op, fused, replace(base, **corner), dtype, options.device, options.guard)
                 found.append({"operation": op, "dtype": str(dtype), **corner, "error": error, "passed": error <= most})
     return found
 
 
 def draft_passes(p: Shape, options: argparse.Namespace) -> list[dict]:
-    """DFlash, and DSpine by placement and rewritten layers; each eager and fused."""
+    """DFlash, and DSpine by placement and rewritten layers: eager, fused, and compiled with the fused operations."""
     with torch.device(options.device):
         target = Borrowed(p, options.dtype).requires_grad_(False)
     kinds: list[dict] = [{"injection": "none", "selection": "independent"}]
     kinds += [{"injection_placement": place, "rewrite_layers": m} for place in ("layer", "mlp") for m in (0, 1, 4)]
-    rows = []
-    for kind, fused in itertools.product(kinds, (False, True)):
-        config, call = draft_call(target, p, options.dtype, {**kind, "use_fused_kernels": fused})
-        name = "DFlash" if config.injection == "none" else f"DSpine {config.injection_placement}"
-        row = {"drafter": name, "m": config.rewrite_layers, "fused": fused}
-        rows.append({**row, "time": timed([call], options.device) * 1e6})
+    ways = [("eager", False, False), ("fused", True, False), ("fused, compiled", True, True)]
+    rows, least = [], {}
+    for way, fused, compiled in ways if not options.no_compile else ways[:2]:
+        for kind in kinds:
+            torch._dynamo.reset()
+            backend = options.backend if compiled else None
+            config, call = draft_call(target, p, options.dtype, {**kind, "use_fused_kernels": fused}, backend)
+            name = "DFlash" if config.injection == "none" else f"DSpine {config.injection_placement}"
+            spent = timed([call], options.device) * 1e6
+            spent_by_dflash = least.setdefault(way, spent)  # DFlash comes first
+            row = {"drafter": name, "m": config.rewrite_layers, "way": way, "time": spent}
+            rows.append({**row, "over DFlash": spent / spent_by_dflash})
     return rows
 
 
@@ -148,7 +224,9 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--skip-checks", action="store_true", help="time only")
     parser.add_argument("--checks-only", action="store_true", help="compare only")
-    parser.add_argument("--only", default="", help="comma-separated operations, or 'passes'; empty: all")
+    parser.add_argument("--only", default="", help="comma-separated operations, 'variants', 'passes'; empty: all")
+    parser.add_argument("--few", action="store_true", help="check the lowest and the highest corner in one dtype")
+    parser.add_argument("--guard", action="store_true", help="check with margins of NaN around every input")
     options = parser.parse_args()
     torch.manual_seed(0)
     options.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -158,7 +236,7 @@ def main() -> None:
     fused = fused_ops(options.device, options.dtype, p.r, p.K)
     if fused is EAGER:
         raise SystemExit("the fused kernels cannot run here, as the warning says: there is nothing to compare.")
-    chosen = options.only.split(",") if options.only else [*USES, "passes"]
+    chosen = options.only.split(",") if options.only else [*USES, "variants", "passes"]
     result: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "shape": asdict(p)}
     if options.device == "cuda":
         result["device"] = torch.cuda.get_device_name()
@@ -169,6 +247,9 @@ def main() -> None:
             head = torch.randn(p.V, p.d, device=options.device, dtype=options.dtype)
             result["operations"] = [time_operation(n, fused, p, head, result["bandwidth"], options) for n in names]
             del head
+            options.out.write_text(json.dumps(result, indent=1) + "\n")
+            if "variants" in chosen:
+                result["variants"] = time_variants(fused, p, result["bandwidth"], options)
             if "passes" in chosen:
                 result["passes"] = draft_passes(p, options)
             options.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -179,7 +260,7 @@ def main() -> None:
             if failed:
                 show("not as exact as they must be", [{k: str(v) for k, v in f.items()} for f in failed[:40]])
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name in ("operations", "passes"):
+    for name in ("operations", "variants", "passes"):
         if result.get(name):
             show(f"{name}, microseconds", result[name])
 

@@ -3,6 +3,7 @@
 import time
 from argparse import Namespace
 from collections.abc import Callable
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -52,16 +53,27 @@ def load(args: Namespace) -> tuple:
     return target.eval().requires_grad_(False), drafter.eval().requires_grad_(False), tokenizer
 
 
-def batch_of(args: Namespace, tokenizer: Any, size: int, vocabulary: int) -> dict[str, torch.Tensor]:
-    """A left-padded batch of prompts; random ids without a tokenizer."""
+def questions(args: Namespace) -> list[str]:
+    """The first turns of the prompt files, `args.per_set` of each, one of every file in turn."""
+    if not args.prompts:
+        return list(QUESTIONS)
+    sets = [[row["turns"][0] for row in read_jsonl(Path(file))][: args.per_set] for file in args.prompts]
+    return [turn for together in zip_longest(*sets) for turn in together if turn is not None]
+
+
+def batches_of(args: Namespace, tokenizer: Any, size: int, vocabulary: int) -> list[dict[str, torch.Tensor]]:
+    """Left-padded batches of all prompts, the widest first; one of random ids without a tokenizer."""
     if tokenizer is None:
         ids = torch.randint(vocabulary, (size, args.context), generator=torch.Generator().manual_seed(size))
-        return {"input_ids": ids.to(args.device), "attention_mask": torch.ones_like(ids).to(args.device)}
-    turns = [row["turns"][0] for row in read_jsonl(Path(args.prompts))] if args.prompts else list(QUESTIONS)
-    chats = [[{"role": "user", "content": turns[i % len(turns)]}] for i in range(size)]
+        return [{"input_ids": ids.to(args.device), "attention_mask": torch.ones_like(ids).to(args.device)}]
+    turns = questions(args)
+    turns = [turns[i % len(turns)] for i in range(max(size, len(turns) // size * size))]  # every batch is full
     tokenizer.padding_side = "left"
     options = {"add_generation_prompt": True, "padding": True, "return_tensors": "pt", "return_dict": True}
-    return dict(tokenizer.apply_chat_template(chats, **options).to(args.device))
+    chats = [[{"role": "user", "content": turn}] for turn in turns]
+    pieces = [chats[i : i + size] for i in range(0, len(chats), size)]
+    batches = [dict(tokenizer.apply_chat_template(piece, **options).to(args.device)) for piece in pieces]
+    return sorted(batches, key=lambda batch: -batch["input_ids"].shape[1])
 
 
 def synchronise(device: str) -> None:
@@ -83,10 +95,12 @@ def timed(run: Callable[[], Any], device: str, repeats: int) -> float:
     return median(seconds)
 
 
-def new_tokens(out: torch.Tensor, length: int, target: Any) -> int:
-    """Tokens up to and with each row's end of sequence."""
+def new_tokens(out: torch.Tensor, length: int, target: Any) -> list[list[int]]:
+    """Each row's new tokens, up to and with its end of sequence."""
     ends = target.generation_config.eos_token_id
-    ids = torch.tensor([-1] if ends is None else ends, device=out.device).view(-1)
-    ended = (out[:, length:, None] == ids).any(-1).cumsum(-1)
-    before = torch.nn.functional.pad(ended[:, :-1], (1, 0))
-    return int((before == 0).sum())
+    ends = [] if ends is None else torch.tensor(ends).view(-1).tolist()
+    texts = []
+    for row in out[:, length:].tolist():
+        stop = next((i + 1 for i, token in enumerate(row) if token in ends), len(row))
+        texts.append(row[:stop])
+    return texts

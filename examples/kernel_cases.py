@@ -10,6 +10,9 @@ import torch
 from torch import nn
 
 from dspine_hf import DSpineConfig, DSpineDraftModel
+from dspine_hf.layers_dspine import Limits
+from dspine_hf.ops_dspine import EAGER
+from dspine_hf.static_cache import Places, RaggedDraftCache
 
 
 @dataclass(frozen=True)
@@ -103,8 +106,13 @@ class Borrowed(nn.Module):
         return self.head
 
 
-def draft_call(target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str, Any]) -> tuple[DSpineConfig, Any]:
-    """A drafter's config, and a call that drafts one block behind its context and walks it greedily."""
+def draft_call(
+    target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str, Any], backend: str | None = None
+) -> tuple[DSpineConfig, Any]:
+    """A drafter's config, and a call that drafts one block behind its context and walks it greedily.
+
+    backend: of torch.compile for the pass; None: it is not compiled.
+    """
     device = target.head.weight.device
     shapes = {"hidden_size": p.d, "vocab_size": p.V, "num_attention_heads": p.heads, "num_key_value_heads": p.kv_heads}
     shapes |= {"head_dim": p.head_dim, "intermediate_size": 3 * p.d, "block_size": p.B, "transfer_rank": p.r}
@@ -117,13 +125,21 @@ def draft_call(target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str,
                 layer.injection.U.weight.normal_(std=0.02)
         drafter.transfer.W.normal_(std=p.d**-0.5)
         drafter.to(dtype)
-        view, cache, rows = drafter.bind_target(target), drafter.new_cache(), p.keys - p.B
+        view, rows, seen = drafter.bind_target(target), p.keys - p.B, {}
+        cache = RaggedDraftCache(config.num_hidden_layers, p.keys)  # as in the fast loop
+        cache.places = Places(torch.arange(rows).unsqueeze(0), rows, 0)
         features = torch.randn(1, rows, len(config.target_layer_ids) * p.d, dtype=dtype)
         drafter.extend_context(cache, features, torch.arange(rows).unsqueeze(0))
+        cache.places = Places(torch.arange(rows, p.keys).unsqueeze(0), p.keys)
         anchor, position = torch.tensor([5]), torch.tensor([rows])
+        if drafter.ops is not EAGER:
+            seen["limits"] = Limits(drafter.ops.verify_attention, torch.tensor([0]), torch.tensor([p.keys - 1]))
+    draft = drafter.draft_block
+    if backend is not None:
+        draft = torch.compile(draft, dynamic=False, backend=backend)
 
     def call() -> torch.Tensor:
-        block = drafter.draft_block(view, cache, anchor, position)
+        block = draft(view, cache, anchor, position, **seen)
         if block.transitions is None:
             return block.candidates[..., 0]
         return drafter.ops.walk_chain(block.candidates, block.transitions.first, block.transitions.pairs)[0]

@@ -4,13 +4,14 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from dspine_hf import kernels
-from dspine_hf.ops_dspine import Ops
+from dspine_hf.ops_dspine import EAGER, Ops
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
@@ -40,9 +41,29 @@ def test_every_operation_is_timed_against_its_floor(found):
 
 
 def test_whole_passes_of_both_placements_and_of_dflash_are_timed_eager_and_fused(found):
-    passes = {(row["drafter"], row["m"], row["fused"]) for row in found["passes"]}
+    passes = {(row["drafter"], row["m"], row["way"]) for row in found["passes"]}
     assert len(passes) == 14 and {m for drafter, m, _ in passes if drafter == "DSpine mlp"} == {0, 1, 4}
     assert {"DFlash", "DSpine layer", "DSpine mlp"} == {drafter for drafter, _, _ in passes}
+    assert all(row["over DFlash"] == 1.0 for row in found["passes"] if row["drafter"] == "DFlash")
+
+
+def test_every_variant_of_the_injection_is_as_exact(found):
+    assert len({row["variant"] for row in found["variants"]}) >= 4
+    assert all(row["fused"] > 0 and row["error"] < 1e-5 for row in found["variants"])
+
+
+def test_margins_around_inputs_that_a_kernel_writes_or_reads_are_noticed(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import bench_kernels
+
+    def careless(logits, k):
+        whole = logits.as_strided((logits.numel() + 1,), (1,))
+        whole[-1] = 0.0
+        return EAGER.topk(logits, k)
+
+    ops = [replace(EAGER, topk=careless), EAGER]
+    errors = [bench_kernels.check("topk", o, bench_kernels.TINY, torch.float32, "cpu", guard=True) for o in ops]
+    assert errors == [float("inf"), 0.0]
 
 
 def test_what_is_printed_names_the_operations(found):

@@ -85,6 +85,16 @@ def test_text_is_plain_text_and_later_calls_replay_what_the_first_recorded(case,
     assert recorder.recorded <= 5  # the draft, and passes of 1, 2, 4 and 6 rows
 
 
+def test_a_shorter_text_takes_the_larger_caches_that_are_there(case, recorder):
+    target, drafter, texts, references = case
+    bytes_kept = []
+    for tokens in (270, 40, 12):
+        out = dspine_hf.generate(target, drafter, texts[0], max_length=texts[0].shape[1] + tokens, eos_token_id=None)
+        assert torch.equal(out[0, : len(references[0])], references[0][: out.shape[1]])
+        bytes_kept.append(graphs.cache_bytes(target))
+    assert bytes_kept[0] == bytes_kept[1] == bytes_kept[2] > 0
+
+
 def test_what_is_recorded_belongs_to_one_pair_of_models_and_one_setting(case, recorder):
     target, drafter, texts, _ = case
     ids, options = texts[0], {"max_new_tokens": 12, "do_sample": True}

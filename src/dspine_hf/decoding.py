@@ -26,7 +26,7 @@ def generate(
     tokenizer: Any = None,
     adaptive: bool = False,
     use_graphs: bool | None = None,
-    compiled: bool = False,
+    compiled: bool | str = False,
     fused_attention: bool | None = None,
     num_candidates: int | None = None,
     **kwargs: Any,
@@ -46,9 +46,9 @@ def generate(
         use_graphs: replay each half of a round as a CUDA graph, kept for later calls until
             [`dspine_hf.graphs.release`]; None: where the target allows it.
         compiled: run the passes of target and drafter, other than the prompt's, through torch.compile; every number of
-            rows is compiled once.
-        fused_attention: verify with the kernel package's attention; None: if the drafter's config asks for fused
-            kernels.
+            rows is compiled once. A string is a mode of torch.compile, such as "max-autotune-no-cudagraphs".
+        fused_attention: verify and draft with the kernel package's attention; None: if the drafter's config asks for
+            fused kernels.
 
     Returns:
         What generate() returns: `[batch, length + new]`, rows that ended early padded with `pad_token_id`.

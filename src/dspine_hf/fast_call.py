@@ -38,7 +38,7 @@ class Options:
     streamer: Any = None
     adaptive: bool = False
     use_graphs: bool | None = None
-    compiled: bool = False
+    compiled: bool | str = False
     fused_attention: bool | None = None
     num_candidates: int | None = None
     clock: Callable[[], float] = time.perf_counter
@@ -127,8 +127,8 @@ class FastCall:
         capacity, key = self.criteria.max_length + block, None
         if self._records():
             capacity = -(-capacity // graphs.CAPACITY_STEP) * graphs.CAPACITY_STEP
-            key = self._key(capacity)
-        kept = None if key is None else graphs.take(self.target, key)
+            key = self._key()
+        kept = None if key is None else graphs.take(self.target, key, capacity)
         rounds = self._make_rounds(model_kwargs, capacity) if kept is None else kept.cleared()
         self._attach(rounds)
         self._begin(rounds.rows)
@@ -162,12 +162,12 @@ class FastCall:
         lasting = is_fast(self.processors, self.prompt_length) and graphs.signature(self.processors) is not None
         return able and lasting and (self.options.use_graphs or not graphs.is_uncapturable(self.target))
 
-    def _key(self, capacity: int) -> tuple:
-        """All that the recorded kernels depend on."""
+    def _key(self) -> tuple:
+        """All that the recorded kernels depend on, but how many columns there are."""
         drafter = None if self.drafter is None else id(self.drafter)
         eos = None if self.criteria.eos is None else tuple(self.criteria.eos.tolist())
         padded = self.mask is not None and not bool(self.mask.all())
-        shape = (drafter, self.batch, capacity, padded, eos, self.do_sample, self.max_slots)
+        shape = (drafter, self.batch, padded, eos, self.do_sample, self.max_slots)
         asked, eager = self.options, self.text_config._attn_implementation == "eager"
         how = (torch.is_inference_mode_enabled(), asked.compiled, asked.fused_attention, asked.num_candidates, eager)
         signature = graphs.signature(self.processors)

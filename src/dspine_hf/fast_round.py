@@ -94,7 +94,7 @@ class Rounds:
     last_position: int | None = None
     drafter: Any = field(default=None, init=False)
     view: Any = field(default=None, init=False)
-    compiled: bool = field(default=False, init=False)
+    compiled: bool | str = field(default=False, init=False)
     num_candidates: int | None = field(default=None, init=False)
     attend: Any = field(default=None, init=False)
     chain: Chain | None = field(default=None, init=False)
@@ -206,7 +206,7 @@ class Rounds:
         extend(self.context, features, positions)
 
     def _method(self, name: str) -> Any:
-        return compiled_method(self.drafter, name) if self.compiled else getattr(self.drafter, name)
+        return compiled_method(self.drafter, name, self.compiled) if self.compiled else getattr(self.drafter, name)
 
     # ---- accept -----------------------------------------------------------------------------------------------
 

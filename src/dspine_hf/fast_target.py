@@ -146,16 +146,30 @@ def refuse_target(target: Any, layers: list[Any]) -> None:
         raise ValueError(f"expected layers of full or sliding attention; {name} has {sorted(unknown)}. {way_out}")
 
 
-_COMPILED: "weakref.WeakKeyDictionary[Any, dict[str, Any]]" = weakref.WeakKeyDictionary()
+_COMPILED: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
+_SHAPES = 64  # that a method may be compiled for, before torch goes on without
 
 
-def compiled_method(model: Any, name: str) -> Any:
-    """A method of a model through torch.compile, made once per model."""
+def compiled_method(model: Any, name: str, mode: bool | str = True) -> Any:
+    """
+    A method of a model through torch.compile, made once per model and mode.
+
+    Args:
+        mode: of torch.compile; True: its default one.
+    """
     found = _COMPILED.setdefault(model, {})
-    if name not in found:
+    if (name, mode) not in found:
         reference: Any = weakref.ref(model)  # or the value would keep its key alive
-        found[name] = torch.compile(lambda *args, **inputs: getattr(reference(), name)(*args, **inputs), dynamic=False)
-    return found[name]
+        call = lambda *args, **inputs: getattr(reference(), name)(*args, **inputs)  # noqa: E731
+        call.__code__ = call.__code__.replace(co_name=name.strip("_"))  # torch counts compilations by code object
+        compiled = torch.compile(call, dynamic=False, mode=None if mode is True else mode)
+
+        def run(*args: Any, **inputs: Any) -> Any:
+            with torch._dynamo.config.patch(cache_size_limit=_SHAPES):
+                return compiled(*args, **inputs)
+
+        found[name, mode] = run
+    return found[name, mode]
 
 
 def _keeps_rows(layer: Any) -> bool:
@@ -194,7 +208,7 @@ class TargetPasses:
         self._keeps_logits = target._supports_logits_to_keep()
         self._additive = target.dtype if target.dtype.is_floating_point else torch.float32
 
-    def attach(self, target: Any, taps: FeatureTaps | None, attend: Any = None, compiled: bool = False) -> None:
+    def attach(self, target: Any, taps: FeatureTaps | None, attend: Any = None, compiled: bool | str = False) -> None:
         """
         Puts in a call's models, or takes them out.
 
@@ -202,10 +216,10 @@ class TargetPasses:
             target: the causal LM, or None.
             taps: where the drafter's features are in its outputs; None without a drafter.
             attend: fused attention for verification, as `ops_dspine.verify_attention`; None: there is none.
-            compiled: verify with the compiled target.
+            compiled: verify with the compiled target; a string: in this mode of torch.compile.
         """
         self.target, self.taps, self._attend = target, taps, attend
-        self._compiled = compiled_method(target, "__call__") if compiled else target
+        self._compiled = compiled_method(target, "__call__", compiled) if compiled else target
 
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
         """The first pass over left-padded prompts `[batch, length]`; its logits are those of the last row."""

@@ -203,10 +203,21 @@ def is_uncapturable(target: Any) -> bool:
     return target in _UNCAPTURABLE
 
 
-def take(target: Any, key: Any) -> Kept | None:
-    """What an earlier call kept under `key`; it is this call's alone until it is put back."""
+def take(target: Any, key: Any, capacity: int) -> Kept | None:
+    """What an earlier call kept under `key`, if it holds `capacity` columns; the caller's until it is put back."""
     with _LOCK:
-        return _KEPT.get(target, {}).pop(key, None)
+        found = _KEPT.get(target, {}).pop(key, None)
+    return found if found is not None and found.rounds.passes.cache.capacity >= capacity else None
+
+
+def cache_bytes(target: Any) -> int:
+    """Bytes of the static caches, the target's and the drafter's, that calls with this target keep."""
+    total = 0
+    for kept in list(_KEPT.get(target, {}).values()):
+        stores = [layer.rows for layer in kept.rounds.passes.cache.layers]
+        stores += [] if kept.rounds.context is None else kept.rounds.context.layers
+        total += sum(t.nbytes for rows in stores for t in (rows.keys, rows.values) if t is not None)
+    return total
 
 
 def keep(target: Any, key: Any, kept: Kept) -> None:

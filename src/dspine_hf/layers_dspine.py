@@ -84,7 +84,7 @@ class DSpineAttention(nn.Module):
             mask = None if mask is None else mask.repeat(1, 1, self.groups, 1)
             packed = q.unflatten(1, (-1, self.groups)).flatten(2, 3)  # [batch, kv_heads, groups * rows, head_dim]
             out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask)
-            out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4)  # [batch, rows, kv_heads, groups, head_dim]
+            out = out.unflatten(2, (self.groups, -1)).permute(0, 3, 1, 2, 4)  # [batch, rows, kv_heads, groups, hd]
         return self.o_proj(out.flatten(2))
 
 

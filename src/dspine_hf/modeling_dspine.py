@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from .block_dspine import DraftBlock, block_transitions
 from .cache_dspine import DraftCache
 from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
@@ -32,7 +33,7 @@ from .target_dspine import (
     resident,
     same_fingerprint,
 )
-from .transfer_dspine import TransferSpace, TransitionCache
+from .transfer_dspine import TransferSpace
 
 install_hook()
 
@@ -163,7 +164,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         self.generation_config = GenerationConfig()
         self.post_init()
 
-    # ---- the target -------------------------------------------------------------------------------------------
+    # ---- the target ----------------------------------------------------------------------------------------------
 
     @classmethod
     def for_target(
@@ -211,7 +212,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         """The target's embedding and head, as this drafter uses them. Nothing of it is stored on the drafter."""
         return TargetView(model, self.config, self.transfer, self.fc.weight.dtype, self.fc.weight.device)
 
-    # ---- the context ------------------------------------------------------------------------------------------
+    # ---- the context ---------------------------------------------------------------------------------------------
 
     def new_cache(self, **options: Any) -> DraftCache:
         """An empty context cache for one call; options override [`DraftCache`]'s arguments."""
@@ -231,7 +232,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             cache.append(i, *layer.self_attn.keys_values(context, cos, sin))
         cache.advance(features.shape[1])
 
-    # ---- the pass ---------------------------------------------------------------------------------------------
+    # ---- the pass ------------------------------------------------------------------------------------------------
 
     @property
     def ops(self) -> Ops:
@@ -273,7 +274,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
                 layer or as a list with one entry per layer (teacher forcing and the oracle analysis).
             limits: instead of a mask, for one block per batch row.
         """
-        batch, blocks, slots, _ = block_embeds.shape
+        blocks, slots = block_embeds.shape[1:3]
         cos, sin = self.rotary_emb(block_embeds, position_ids.flatten(1))
         mask = None if attention_mask is None else attention_mask.unsqueeze(1)
         first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
@@ -345,7 +346,9 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         attention_mask: torch.Tensor | None = None,
         num_candidates: int | None = None,
         limits: Limits | None = None,
-    ) -> "DraftBlock":
+        noise: torch.Tensor | None = None,
+        temperature: float = 1.0,
+    ) -> DraftBlock:
         """Draft one block per batch row.
 
         Args:
@@ -356,52 +359,26 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             attention_mask: bool [batch, context + 1 + num_slots] over context and block, for padded batches.
             num_candidates: K of this block, instead of the config's.
             limits: instead of a mask, for fused attention.
+            noise: exponential variables [batch, B-1, S] that a walk will sample with, from S candidates a slot; None:
+                from K, or greedily. S rows of the target's head are read for every slot: at most 256 MB of copies at
+                a time. The scores take 4 (K + 1) S bytes a slot and batch row: 17 MB for 64 blocks of 16, S = 256.
+            temperature: that it will sample with.
+
+        Returns:
+            The block, of S candidates a slot with noise, else of K.
         """
-        slots = self.config.num_draft_slots if num_slots is None else min(num_slots, self.config.num_draft_slots)
-        device = self.fc.weight.device
+        slots, device = self.config.num_draft_slots, self.fc.weight.device
+        slots = slots if num_slots is None else min(num_slots, slots)
         anchors = anchor_ids.to(device).view(-1, 1)
         positions = anchor_positions.to(device).view(-1, 1, 1) + torch.arange(1 + slots, device=device)
         mask = None if attention_mask is None else attention_mask.unsqueeze(1).expand(-1, 1 + slots, -1)
         anchor_features = view.phi(anchors)
-        embeds = self.block_embeds(view, anchors, slots)
-        out = self(embeds, anchor_features, positions, cache, mask, limits=limits)
-        count, paired = num_candidates or self.config.num_candidates, self.config.selection == "transition"
-        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.topk)
-        transitions = self._transitions(view, out.rewrite, unary, candidates) if paired else None
-        return DraftBlock(candidates, unary, transitions, self, view, out)
-
-    def _transitions(
-        self, view: TargetView, state: RewriteState, unary: torch.Tensor, candidates: torch.Tensor
-    ) -> TransitionCache:
-        """Scores of every candidate pair, all slots at once. Slot 1 was written with the anchor: unary is score."""
-        pairs = unary.new_zeros(unary.shape[0], 0, unary.shape[2], unary.shape[2])
-        if candidates.shape[1] > 1:
-            hidden = self._rewritten(state, view.phi(candidates[:, :-1]).unsqueeze(1), first_slot=2)[:, 0]
-            pairs = view.pair_scores(hidden, self.norm, candidates[:, 1:], self.ops.pair_scores)
-        return TransitionCache(unary[:, 0], pairs)
-
-
-@dataclass
-class DraftBlock:
-    """What one draft pass proposes.
-
-    Args:
-        candidates: [batch, slots, K], the top K tokens of each slot's unary logits, best first.
-        unary: [batch, slots, K] fp32, their unary logits.
-        transitions: pair scores, or None when slots are selected independently.
-    """
-
-    candidates: torch.Tensor
-    unary: torch.Tensor
-    transitions: TransitionCache | None
-    _drafter: DSpineDraftModel
-    _view: TargetView
-    _output: DSpineOutput
-
-    def row(self, slot: int, previous_ids: torch.Tensor) -> torch.Tensor:
-        """Full-vocabulary logits [batch, V] of `slot` (from 1) given its decided predecessor [batch]."""
-        if self.transitions is None:
-            return self._view.logits(self._drafter.norm(self._output.hidden[:, 0, slot]))
-        messages = self._view.phi(previous_ids.view(-1, 1, 1, 1))
-        hidden = self._drafter.rewrite(self._output.rewrite, messages, first_slot=slot)
-        return self._view.logits(hidden[:, 0, 0, 0])
+        out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask, limits=limits)
+        kept = num_candidates or self.config.num_candidates
+        count = kept if noise is None else noise.shape[-1]
+        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.at(count).topk)
+        noise = None if noise is None else noise[:, :slots]
+        block = DraftBlock(candidates, unary, None, self, view, out, noise)
+        if self.config.selection == "transition":
+            block_transitions(self, view, out.rewrite, block, kept, temperature)
+        return block

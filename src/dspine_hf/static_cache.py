@@ -137,23 +137,23 @@ class RaggedDraftCache:
     def __init__(self, num_layers: int, capacity: int):
         self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
         self.first_column = 0  # columns before it are left out of what `join` returns
-        self._layers = [StaticRows(capacity) for _ in range(num_layers)]
+        self.layers = [StaticRows(capacity) for _ in range(num_layers)]
 
     def append(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes context rows of one layer, `[batch, kv_heads, rows, head_dim]` each."""
-        self._layers[layer_idx].put(keys, values, self.places)
+        self.layers[layer_idx].put(keys, values, self.places)
 
     def advance(self, rows: int) -> None:
         """Nothing is counted: which columns are context, the lengths of the batch rows say."""
 
     def join(self, layer_idx: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the block's rows, which later rows overwrite; returns all columns that the block looks at."""
-        layer = self._layers[layer_idx]
+        layer = self.layers[layer_idx]
         layer.put(keys, values, self.places)
         seen = slice(self.first_column, self.places.columns)
         return layer.keys[:, :, seen], layer.values[:, :, seen]
 
     def clear(self) -> None:
         """Makes every row zero, for another call."""
-        for layer in self._layers:
+        for layer in self.layers:
             layer.clear()
