@@ -51,8 +51,8 @@ def returned_q(block, ids, processors, draft, monkeypatch):
     """q as the walk returns it on the way to `draft`, whatever the dice say."""
     slots = iter(range(SLOTS))
 
-    def loaded_dice(shape, like):
-        noise = torch.ones(shape)
+    def loaded_dice(x):
+        noise = torch.ones(x.shape)
         for row in noise:
             slot = next(slots)
             row[wanted[slot]] = 1e-30
@@ -63,7 +63,7 @@ def returned_q(block, ids, processors, draft, monkeypatch):
     else:
         wanted = [block.candidates[0, slot].tolist().index(token) for slot, token in enumerate(draft)]
     with monkeypatch.context() as patch:
-        patch.setattr(walk_dspine, "_noise", loaded_dice)
+        patch.setattr(walk_dspine, "noise_like", loaded_dice)
         result = walk(block, ids, processors, True, V)
     assert tuple(result.tokens[0].tolist()) == draft
     return result.log_q

@@ -47,6 +47,8 @@ class DSpineConfig(PreTrainedConfig):
         mask_token_id: the token whose input embedding fills the undecided slots; None: a learned vector.
         transfer_rank: r, the width of the transfer space, at most d.
         num_candidates: K, candidates kept per slot for the transition cache.
+        num_sampled_candidates: S, candidates that a slot is sampled from; K of them, the likeliest to be drawn, are
+            predecessors in the transition cache. At most the whole vocabulary; None, or less than K: K.
         injection: "all" layers, the "last" one, or "none".
         injection_placement: "layer": the write follows the whole layer; "mlp": it stands between attention and MLP.
         rewrite_layers: how many layers before the last one take the decided predecessor too. 0: only the last write is
@@ -84,6 +86,7 @@ class DSpineConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     transfer_rank: int = 256
     num_candidates: int = 16
+    num_sampled_candidates: int | None = 256
     injection: str = "all"
     injection_placement: str = "layer"
     rewrite_layers: int = 0
@@ -125,6 +128,9 @@ class DSpineConfig(PreTrainedConfig):
                 f"transfer_rank={self.transfer_rank} exceeds hidden_size={self.hidden_size}: "
                 f"set transfer_rank to at most {self.hidden_size}."
             )
+        sampled = self.num_sampled_candidates
+        if sampled is not None and (not isinstance(sampled, int) or sampled < 1):
+            raise ValueError(f"num_sampled_candidates must be a positive integer, or None for K; not {sampled!r}.")
         if self.num_candidates > self.vocab_size:
             raise ValueError(
                 f"num_candidates={self.num_candidates} exceeds vocab_size={self.vocab_size}: "
@@ -192,6 +198,11 @@ class DSpineConfig(PreTrainedConfig):
     def num_draft_slots(self) -> int:
         """Slots that are drafted in one pass: B - 1."""
         return self.block_size - 1
+
+    @property
+    def sampling_width(self) -> int:
+        """How many candidates a slot is sampled from: `num_sampled_candidates`, at least K, at most V."""
+        return min(max(self.num_candidates, self.num_sampled_candidates or 0), self.vocab_size)
 
     def injects(self, layer_idx: int) -> bool:
         """Whether layer `layer_idx` has an injection."""

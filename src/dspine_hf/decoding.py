@@ -29,6 +29,7 @@ def generate(
     compiled: bool | str = False,
     fused_attention: bool | None = None,
     num_candidates: int | None = None,
+    num_sampled_candidates: int | None = None,
     **kwargs: Any,
 ) -> Any:
     """
@@ -41,12 +42,14 @@ def generate(
         streamer, tokenizer, kwargs: what generate() takes.
         num_candidates: K of this call, 1 to the drafter's; None: the drafter's, but on a CPU at most 8, where fewer
             candidates save more time than the few per cent of acceptance length cost.
+        num_sampled_candidates: S of this call, when sampling; None: the drafter's.
         adaptive: verify only as many drafted tokens as pay, and none while drafting does not pay. The text's law stays
             the target's; but it depends on a clock then which of its texts a seed gives.
         use_graphs: replay each half of a round as a CUDA graph, kept for later calls until
             [`dspine_hf.graphs.release`]; None: where the target allows it.
         compiled: run the passes of target and drafter, other than the prompt's, through torch.compile; every number of
-            rows is compiled once. A string is a mode of torch.compile, such as "max-autotune-no-cudagraphs".
+            rows is compiled once. "fused": so that products of few rows are the kernel package's too. Any other string
+            is a mode of torch.compile, such as "max-autotune-no-cudagraphs".
         fused_attention: verify and draft with the kernel package's attention; None: if the drafter's config asks for
             fused kernels.
 
@@ -66,7 +69,7 @@ def generate(
         **model_kwargs: Any,
     ) -> Any:
         refuse(target, drafter, input_ids, generation_config, logits_processor, model_kwargs)
-        count = None if drafter is None else _candidates(drafter, num_candidates, input_ids.device)
+        widths = _widths(drafter, num_candidates, num_sampled_candidates, input_ids.device)
         call = FastCall(
             target,
             drafter,
@@ -75,7 +78,7 @@ def generate(
             stopping_criteria,
             generation_config,
             model_kwargs,
-            Options(streamer, adaptive, use_graphs, compiled, fused_attention, num_candidates=count),
+            Options(streamer, adaptive, use_graphs, compiled, fused_attention, widths),
         )
         return call.run()
 
@@ -127,14 +130,21 @@ def _with_stop_strings(model: Any, tokenizer: Any, kwargs: dict[str, Any]) -> di
     return kwargs
 
 
-def _candidates(drafter: Any, asked: int | None, device: torch.device) -> int | None:
-    """K of a call; None: the drafter's."""
+def _widths(
+    drafter: Any, kept: int | None, sampled: int | None, device: torch.device
+) -> tuple[int | None, int | None]:
+    """K and S of a call; None: the drafter's."""
+    if drafter is None:
+        return None, None
     most = drafter.config.num_candidates
-    if asked is None:
-        return CPU_CANDIDATES if device.type == "cpu" and most > CPU_CANDIDATES else None
-    if not 1 <= asked <= most:
-        raise ValueError(f"num_candidates={asked}: expected 1 to {most}, the drafter's own. Pass a number in between.")
-    return asked if asked < most else None
+    if kept is None and device.type == "cpu":
+        kept = min(most, CPU_CANDIDATES)
+    if kept is not None and not 1 <= kept <= most:
+        raise ValueError(f"num_candidates={kept}: expected 1 to {most}, the drafter's own. Pass a number in between.")
+    vocabulary = drafter.config.vocab_size
+    if sampled is not None and not 1 <= sampled <= vocabulary:
+        raise ValueError(f"num_sampled_candidates={sampled}: expected 1 to {vocabulary}, the vocabulary. Pass fewer.")
+    return (kept if kept != most else None), sampled
 
 
 def refuse(

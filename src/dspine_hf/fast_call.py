@@ -31,6 +31,7 @@ class Options:
 
     Attributes:
         streamer: the user's, or None.
+        widths: K and S of the call; None: the drafter's.
         clock: what `adaptive` measures rounds with, in seconds.
         recorder: captures a function as a graph.
     """
@@ -40,7 +41,7 @@ class Options:
     use_graphs: bool | None = None
     compiled: bool | str = False
     fused_attention: bool | None = None
-    num_candidates: int | None = None
+    widths: tuple[int | None, int | None] = (None, None)
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
 
@@ -169,7 +170,7 @@ class FastCall:
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, padded, eos, self.do_sample, self.max_slots)
         asked, eager = self.options, self.text_config._attn_implementation == "eager"
-        how = (torch.is_inference_mode_enabled(), asked.compiled, asked.fused_attention, asked.num_candidates, eager)
+        how = (torch.is_inference_mode_enabled(), asked.compiled, asked.fused_attention, asked.widths, eager)
         signature = graphs.signature(self.processors)
         return (*shape, *how, signature, graphs.state_of(self.target, self.drafter))
 
@@ -212,7 +213,7 @@ class FastCall:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
             rounds.attend = own.verify_attention if fused and asked else None
-            rounds.compiled, rounds.num_candidates = self.options.compiled, self.options.num_candidates
+            rounds.compiled, rounds.widths = self.options.compiled, self.options.widths
         rounds.passes.attach(self.target, taps, attend, self.options.compiled)
 
     def _begin(self, rows: Rows) -> None:

@@ -6,11 +6,12 @@ from typing import Any
 import torch
 
 from .fast_target import TargetPasses, compiled_method
-from .fast_walk import Chain, SeenTokens, noise_like, walk_batch, warp
+from .fast_walk import Chain, SeenTokens, walk_batch, warp
 from .generation_dspine import first_slots
 from .layers_dspine import Limits
 from .ops_dspine import EAGER
 from .static_cache import Places, RaggedDraftCache
+from .walk_dspine import noise_like, sampling_options
 
 
 @dataclass
@@ -82,7 +83,7 @@ class Rounds:
         last_position: the last position that the target has an embedding for, or None.
         drafter, view: the draft model and its view of the target, put in for each call.
         compiled: whether the drafter's passes go through torch.compile.
-        num_candidates: K of this call; None: the drafter's.
+        widths: K and S of this call; None: the drafter's.
         attend: fused attention for drafts, as `ops_dspine.verify_attention`; None: there is none.
     """
 
@@ -95,7 +96,7 @@ class Rounds:
     drafter: Any = field(default=None, init=False)
     view: Any = field(default=None, init=False)
     compiled: bool | str = field(default=False, init=False)
-    num_candidates: int | None = field(default=None, init=False)
+    widths: tuple[int | None, int | None] = field(default=(None, None), init=False)
     attend: Any = field(default=None, init=False)
     chain: Chain | None = field(default=None, init=False)
 
@@ -131,7 +132,10 @@ class Rounds:
         places, positions = self._places(1 + slots, columns, first)
         self.context.places = places
         seen = self._draft_mask(places, columns, first) if self.attend is None else self._draft_limits(places)
-        options = {} if self.num_candidates is None else {"num_candidates": self.num_candidates}
+        options: dict[str, Any] = {} if self.widths[0] is None else {"num_candidates": self.widths[0]}
+        if self.do_sample:
+            shape = (rows.length.shape[0], self.drafter.device, *self.widths)
+            options |= sampling_options(self.drafter.config, processors or [], *shape)
         block = self._method("draft_block")(
             self.view, self.context, rows.anchor[:, 0], positions[:, 0], **seen, **options
         )
@@ -268,7 +272,7 @@ def last_token(law: torch.Tensor, agreed: torch.Tensor, chain: Chain, drafted: A
     row = agreed[:, None, None]
     p = law.gather(1, row.expand(-1, 1, law.shape[2])).squeeze(1)  # [batch, V]
     slot = row.clamp(max=chain.q.shape[1] - 1).expand(-1, 1, chain.q.shape[2])
-    q = chain.q.gather(1, slot).squeeze(1) * (agreed < drafted)[:, None]  # [batch, K]
+    q = chain.q.gather(1, slot).squeeze(1) * (agreed < drafted)[:, None]  # [batch, n]
     rest = p.scatter_add(1, chain.candidates.gather(1, slot).squeeze(1), -q).clamp_min_(0)
     rest = torch.where(rest.sum(-1, keepdim=True) > 0, rest, p)
     return (rest / noise_like(rest)).argmax(-1, keepdim=True)

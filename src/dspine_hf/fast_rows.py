@@ -40,7 +40,9 @@ class RowBlock:
         self.transitions = None
         if block.transitions is not None:
             table = block.transitions
-            self.transitions = TransitionCache(table.first[row : row + 1], table.pairs[row : row + 1])
+            rows = None if table.rows is None else table.rows[row : row + 1]
+            self.transitions = TransitionCache(table.first[row : row + 1], table.pairs[row : row + 1], rows)
+        self.noise = None if block.noise is None else block.noise[row : row + 1]
 
     def row(self, slot: int, previous_ids: torch.Tensor) -> torch.Tensor:
         """Full-vocabulary logits `[1, V]` of `slot` given its decided predecessor `[1]`."""
@@ -57,7 +59,7 @@ def walk_rows(
     Returns:
         The chain, as long as the longest row's, and how many of its tokens are each row's own.
     """
-    batch, _, K = block.candidates.shape
+    batch, _, n = block.candidates.shape
     drafts: list[Draft | None] = []
     for row in range(batch):
         if done[row]:
@@ -73,15 +75,15 @@ def walk_rows(
         return None, counts
     device = rounds.rows.tokens.device
     tokens = torch.zeros(batch, longest, dtype=torch.long, device=device)
-    candidates = torch.arange(K, device=device).repeat(batch, longest, 1)
-    q, chosen_q = torch.zeros(batch, longest, K, device=device), torch.ones(batch, longest, device=device)
+    candidates = torch.arange(n, device=device).repeat(batch, longest, 1)
+    q, chosen_q = torch.zeros(batch, longest, n, device=device), torch.ones(batch, longest, device=device)
     for row, (draft, count) in enumerate(zip(drafts, counts, strict=True)):
         if draft is None or not count:
             continue
         tokens[row, :count] = draft.tokens[0, :count]
         if draft.log_q is not None:
             log_q = draft.log_q[0, :count]  # [count, V]
-            best, candidates[row, :count] = log_q.topk(K, dim=-1)
+            best, candidates[row, :count] = log_q.topk(n, dim=-1)
             q[row, :count] = best.exp()
             chosen_q[row, :count] = log_q.gather(1, tokens[row, :count, None])[:, 0].exp()
     return Chain(tokens, chosen_q, candidates, q, chosen_q), counts

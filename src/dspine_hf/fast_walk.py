@@ -1,7 +1,7 @@
 """The walk of the fast loop: a batch of draft blocks becomes a batch of chains, without a look at the host.
 
-Row-wise warpers and one repetition penalty run on the K candidates of every slot. q stays sparse: K probabilities per
-slot beside the K tokens that they belong to (DESIGN.md section 1).
+Row-wise warpers and one repetition penalty run on the n candidates of every slot: K, or S when sampling. q stays
+sparse: n probabilities per slot beside the n tokens that they belong to (DESIGN.md section 1).
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from transformers.generation.logits_process import (
 )
 
 from .ops_dspine import EAGER, Ops
-from .walk_dspine import ROW_WISE, finite, is_spent, score_tables
+from .walk_dspine import ROW_WISE, finite, is_spent, noise_like, row_after, score_tables
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Chain:
         tokens: `[batch, slots]`.
         confidence: `[batch, slots]`, how probable the drafter finds that the slot is accepted, from the tokens before
             it alone when sampling.
-        candidates, q: `[batch, slots, K]`, what the tokens were sampled from; q is None when greedy.
+        candidates, q: `[batch, slots, n]`, what the tokens were sampled from; q is None when greedy.
         chosen_q: `[batch, slots]`, q of the tokens; None when greedy.
     """
 
@@ -98,11 +98,6 @@ def is_fast(processors: list[Any], prompt_length: int) -> bool:
     return ignored is None or int(torch.as_tensor(ignored).max()) <= prompt_length
 
 
-def noise_like(x: torch.Tensor) -> torch.Tensor:
-    """Exponential variables: the argmax of p / noise is distributed as p."""
-    return torch.empty_like(x, dtype=torch.float32).exponential_().clamp_min_(1e-30)
-
-
 def warp(scores: torch.Tensor, processors: list[Any], seen: SeenTokens | None, table: Any) -> torch.Tensor:
     """Runs the processors over `scores` `[.., n]`; `table` says which of these tokens the penalty has seen."""
     flat = scores.reshape(-1, scores.shape[-1])
@@ -127,19 +122,22 @@ def walk_batch(block: Any, processors: list[Any], seen: SeenTokens | None, do_sa
         do_sample: sample, instead of taking the best.
         ops: the drafter's operations: a fused walk among them takes the usual processors in their usual order.
     """
-    settings = None if ops.walk_chain is EAGER.walk_chain else chain_settings(processors)
-    if settings is not None:
-        return _fused_walk(block, settings, seen, do_sample, ops)
-    candidates = block.candidates  # [batch, slots, K]
-    first, pairs = map(finite, score_tables(block))  # [batch, K], [batch, slots - 1, R, K]
+    candidates = block.candidates  # [batch, slots, n]
+    ops = ops.at(candidates.shape[2])
+    if ops.walk_chain is not EAGER.walk_chain and getattr(block.transitions, "rows", None) is None:
+        settings = chain_settings(processors)
+        if settings is not None:
+            return _fused_walk(block, settings, seen, do_sample, ops)
+    first, pairs = map(finite, score_tables(block))  # [batch, n], [batch, slots - 1, R, n]
     if not do_sample:
         processors = [p for p in processors if type(p) is RepetitionPenaltyLogitsProcessor]
     if seen is None or not any(type(p) is RepetitionPenaltyLogitsProcessor for p in processors):
-        rows, index = _look_up(warp(first, processors, None, None), _warp_pairs(pairs, processors), do_sample)
+        first, pairs = warp(first, processors, None, None), _warp_pairs(pairs, processors)
+        rows, index = _look_up(block, first, pairs, do_sample)
     else:
-        rows, index = _one_by_one(first, pairs, candidates, processors, seen, do_sample)
+        rows, index = _one_by_one(block, first, pairs, processors, seen, do_sample)
     tokens = candidates.gather(2, index.unsqueeze(-1)).squeeze(-1)
-    q = rows.softmax(-1)  # [batch, slots, K]
+    q = rows.softmax(-1)  # [batch, slots, n]
     chosen_q = q.gather(2, index.unsqueeze(-1)).squeeze(-1)
     if not do_sample:
         return Chain(tokens, chosen_q, candidates)
@@ -175,7 +173,7 @@ def chain_settings(processors: list[Any]) -> dict[str, float] | None:
 def _fused_walk(block: Any, settings: dict[str, float], seen: SeenTokens | None, do_sample: bool, ops: Ops) -> Chain:
     candidates = block.candidates
     first, pairs = score_tables(block)  # the operation makes them finite itself
-    noise = noise_like(block.unary) if do_sample else None
+    noise = _noise_of(block) if do_sample else None
     table = seen.table if seen is not None and "repetition_penalty" in settings else None
     tokens, index, log_q, chain = ops.walk_chain(
         candidates, first.float(), pairs.float(), noise=noise, seen=table, **settings
@@ -190,50 +188,56 @@ def _warp_pairs(pairs: torch.Tensor, processors: list[Any]) -> torch.Tensor:
     return warp(pairs, processors, None, None) if pairs.numel() else pairs
 
 
-def _look_up(first: torch.Tensor, pairs: torch.Tensor, do_sample: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """All rows are known: the choice after every predecessor at once, then a chain of look-ups."""
+def _noise_of(block: Any) -> torch.Tensor:
+    """The noise `[batch, slots, n]` that the block's predecessors were chosen by, or fresh noise."""
+    return noise_like(block.unary) if block.noise is None else block.noise
+
+
+def _row(block: Any, pairs: torch.Tensor, slot: int, index: torch.Tensor) -> torch.Tensor:
+    """The scores of `slot` (from 2) after candidate `index` `[batch, 1]` of the slot before: `[batch, n]`."""
+    place = row_after(block, slot, index).unsqueeze(-1)
+    return pairs[:, slot - 2].gather(1, place.expand(-1, 1, pairs.shape[3])).squeeze(1)
+
+
+def _look_up(
+    block: Any, first: torch.Tensor, pairs: torch.Tensor, do_sample: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows are known: the choice in every row at once, then a chain of look-ups."""
     if do_sample:
-        noise = noise_like(torch.empty(first.shape[0], 1 + pairs.shape[1], first.shape[1], device=first.device))
+        noise = _noise_of(block)
         index = (first.softmax(-1) / noise[:, 0]).argmax(-1, keepdim=True)  # [batch, 1]
         best = (pairs.softmax(-1) / noise[:, 1:, None]).argmax(-1)  # [batch, slots - 1, R]
     else:
         index, best = first.argmax(-1, keepdim=True), pairs.argmax(-1)
-    path = [index]
+    path, places = [index], []
     for slot in range(best.shape[1]):
-        index = best[:, slot] if best.shape[2] == 1 else best[:, slot].gather(1, index)
+        places.append(row_after(block, slot + 2, index))
+        index = best[:, slot].gather(1, places[-1])
         path.append(index)
-    chosen = torch.cat(path, dim=1)  # [batch, slots]
-    if pairs.shape[2] == 1:
-        rows = pairs[:, :, 0]
-    else:
-        rows = pairs.gather(2, chosen[:, :-1, None, None].expand(-1, -1, 1, pairs.shape[3])).squeeze(2)
-    return torch.cat([first[:, None], rows], dim=1), chosen
+    rows = first[:, None]
+    if places:
+        used = torch.cat(places, dim=1)[:, :, None, None].expand(-1, -1, 1, pairs.shape[3])
+        rows = torch.cat([rows, pairs.gather(2, used).squeeze(2)], dim=1)
+    return rows, torch.cat(path, dim=1)
 
 
 def _one_by_one(
-    first: torch.Tensor,
-    pairs: torch.Tensor,
-    candidates: torch.Tensor,
-    processors: list[Any],
-    seen: SeenTokens,
-    do_sample: bool,
+    block: Any, first: torch.Tensor, pairs: torch.Tensor, processors: list[Any], seen: SeenTokens, do_sample: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The penalty depends on the tokens walked: slot after slot."""
+    noise = _noise_of(block) if do_sample else None
     walked: list[torch.Tensor] = []
     scores, rows, path = first, [], []
-    for slot in range(candidates.shape[1]):
-        ids = candidates[:, slot]  # [batch, K]
+    for slot, ids in enumerate(block.candidates.unbind(1)):  # [batch, n] each
         repeated = seen.table.gather(1, ids)
         for token in walked:
             repeated = repeated | (ids == token)
         scores = warp(scores, processors, seen, repeated)
-        keys = scores.softmax(-1) / noise_like(scores) if do_sample else scores
+        keys = scores if noise is None else scores.softmax(-1) / noise[:, slot]
         index = keys.argmax(-1, keepdim=True)  # [batch, 1]
         rows.append(scores)
         path.append(index)
         walked.append(ids.gather(1, index))
-        if slot + 1 < candidates.shape[1]:
-            following = pairs[:, slot]  # [batch, R, K]
-            place = index if following.shape[1] > 1 else torch.zeros_like(index)
-            scores = following.gather(1, place.unsqueeze(-1).expand(-1, 1, following.shape[2])).squeeze(1)
+        if slot + 1 < block.candidates.shape[1]:
+            scores = _row(block, pairs, slot + 2, index)
     return torch.stack(rows, dim=1), torch.cat(path, dim=1)

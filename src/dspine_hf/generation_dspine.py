@@ -22,7 +22,7 @@ from .rounds_dspine import CriteriaProxy, CropRecorder, EagerCrop, StreamerProxy
 from .stats_dspine import DraftLog, GenerationStats, load_stats, store_stats
 from .steps_dspine import StepRecorder
 from .target_dspine import last_position, refuse_position, refuse_unknown_tokens, slots_within_positions
-from .walk_dspine import walk
+from .walk_dspine import sampling_options, walk
 
 
 class DSpineCandidateGenerator(CandidateGenerator):
@@ -82,10 +82,10 @@ class DSpineCandidateGenerator(CandidateGenerator):
         if slots < 1:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
-        block = call.drafter.draft_block(self._view, call.context.cache, input_ids[:, -1], call.anchor_position)
-        draft = walk(
-            first_slots(block, slots), input_ids, self._processors, self._do_sample, call.drafter.config.vocab_size
-        )
+        config, anchor = call.drafter.config, (input_ids[:, -1], call.anchor_position)
+        sampling = sampling_options(config, self._processors, 1, call.drafter.device) if self._do_sample else {}
+        block = call.drafter.draft_block(self._view, call.context.cache, *anchor, **sampling)
+        draft = walk(first_slots(block, slots), input_ids, self._processors, self._do_sample, config.vocab_size)
         if not draft.tokens.shape[1]:
             call.log.add(input_ids.shape[1], None)
             return input_ids, None
@@ -101,10 +101,13 @@ def first_slots(block: Any, slots: int) -> Any:
     """A block's first `slots` slots. Slots see each other, so a shorter draft is a whole block that is cut."""
     if slots >= block.candidates.shape[1]:
         return block
-    table = block.transitions
+    table, rest = block.transitions, {}
     if table is not None:
-        table = replace(table, pairs=table.pairs[:, : slots - 1])
-    return replace(block, candidates=block.candidates[:, :slots], unary=block.unary[:, :slots], transitions=table)
+        rows = None if table.rows is None else table.rows[:, : slots - 1]
+        rest["transitions"] = replace(table, pairs=table.pairs[:, : slots - 1], rows=rows)
+    if block.noise is not None:
+        rest["noise"] = block.noise[:, :slots]
+    return replace(block, candidates=block.candidates[:, :slots], unary=block.unary[:, :slots], **rest)
 
 
 class TargetInCall:

@@ -13,6 +13,7 @@ import torch
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
 from .target_dspine import TargetView
+from .transfer_dspine import predecessor_keys
 
 
 @dataclass
@@ -27,27 +28,65 @@ class ExpectedWalk:
 
 @torch.no_grad()
 def draft_log_q(
-    drafter: DSpineDraftModel, view: TargetView, features: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    tokens: torch.Tensor,
+    generator: torch.Generator | None = None,
 ) -> torch.Tensor:
     """Log-probability of each slot's true token in the walk, given the true tokens before it: [blocks, B-1] fp32.
 
-    -inf where the true token is no candidate. A drafter's own `draft_log_q` goes first.
+    -inf where the true token is no candidate. Where fewer predecessors are cached than candidates are sampled from,
+    whether a true one is cached depends on the walk's noise: that is drawn here, given that the true tokens came of
+    it, so that an expectation over these figures is the loop's. A drafter's own `draft_log_q` goes first.
 
     Args:
         features: the target's states of the sequence [1, length, len(ids) * d]; anchors: [blocks]; tokens: [length].
+        generator: of that noise.
     """
     own = getattr(drafter, "draft_log_q", None)
     if own is not None:
         return own(view, features, anchors, tokens)
     window = true_window(tokens, anchors, drafter.config.block_size)  # [blocks, B]
     out = run_blocks(drafter, view, features, anchors[None], window[None, :, 0])
-    scores, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(drafter.config.num_candidates, dim=-1)
-    if drafter.config.selection == "transition" and window.shape[1] > 2:
-        messages = view.phi(window[:, 1:-1]).unsqueeze(-2).unsqueeze(0)  # [1, blocks, B-2, 1, r]
-        hidden = drafter.rewrite(out.rewrite, messages, first_slot=2)[0]
-        given = view.row_logits(hidden, candidates[:, 1:]).squeeze(-2)  # [blocks, B-2, K]
-        scores = torch.cat([scores[:, :1], given], dim=1)
+    width, kept = drafter.config.sampling_width, drafter.config.num_candidates
+    unary, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(width, dim=-1)  # [blocks, B-1, S]
+    if drafter.config.selection == "independent" or window.shape[1] == 2:
+        return candidate_log_q(unary, candidates, window[:, 1:])
+    messages = view.phi(window[:, 1:-1]).unsqueeze(-2).unsqueeze(0)  # [1, blocks, B-2, 1, r]
+    hidden = drafter.rewrite(out.rewrite, messages, first_slot=2)[0].squeeze(-2)
+    given = view.logits(hidden).gather(-1, candidates[:, 1:])  # [blocks, B-2, S]
+    scores = torch.cat([unary[:, :1], given], dim=1)
+    if kept < width:
+        scores = _scores_of_the_walk(unary, scores, candidates == window[:, 1:, None], kept, generator)
     return candidate_log_q(scores, candidates, window[:, 1:])
+
+
+def _scores_of_the_walk(
+    unary: torch.Tensor, given: torch.Tensor, true: torch.Tensor, kept: int, generator: torch.Generator | None
+) -> torch.Tensor:
+    """The rows [blocks, slots, S] that the walk used on its way to the true tokens: `given` after a cached
+    predecessor, `unary` after another one.
+
+    A walk chooses the first of exponential arrivals with rates q. Given which was first, its time t is exponential
+    with rate 1, and every other arrival is t plus a time of its own: noise, an arrival times its rate, is t q at the
+    first and t q + e elsewhere.
+
+    Args:
+        true: which candidate is the true token [blocks, slots, S]. kept: K.
+    """
+    rows, cached = [], torch.ones_like(true[:, 0, :1])
+    for slot in range(unary.shape[1]):
+        rows.append(torch.where(cached, given[:, slot], unary[:, slot]))
+        first = true[:, slot]
+        arrival = torch.empty_like(rows[-1][:, :1]).exponential_(generator=generator)
+        later = torch.empty_like(rows[-1]).exponential_(generator=generator)
+        noise = arrival * rows[-1].softmax(-1) + later.masked_fill(first, 0.0)
+        keys = predecessor_keys(unary[:, slot], noise)
+        own = keys.masked_fill(~first, float("-inf")).amax(-1, keepdim=True)
+        cached = (keys > own).sum(-1, keepdim=True) < kept
+    return torch.stack(rows, dim=1)
 
 
 def true_window(tokens: torch.Tensor, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -107,7 +146,8 @@ def sampled_walk(
         stopped: as in [`expected_walk`].
     """
     anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
-    log_q = torch.cat([draft_log_q(drafter, view, features, part, tokens) for part in anchors.split(chunk)])
+    noise = torch.Generator(tokens.device).manual_seed(0)
+    log_q = torch.cat([draft_log_q(drafter, view, features, part, tokens, noise) for part in anchors.split(chunk)])
     rows = view.logits(final[0, prompt_length - 1 : -1]).log_softmax(-1)
     return expected_walk(log_q, rows.gather(1, tokens[prompt_length:, None]).squeeze(1), stopped)
 

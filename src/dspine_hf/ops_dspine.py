@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 # Where the kernels are looked for, in this order: the package's own, an installed package, a repository of the Hub.
 KERNELS = ("dspine_hf.kernels", "dspine_kernels")
+FUSED_CANDIDATES = 32  # more of them a slot, and torch's own operations run
+COPIED_BYTES = 2**28  # of the head's rows at a time
 KERNELS_REPOSITORY, KERNELS_VERSION = "dspine-hf/dspine-kernels", 1
 
 
@@ -108,9 +110,11 @@ def pair_scores(
     Returns:
         [rows, slots, K_prev, K_cur] fp32.
     """
-    E = F.embedding(candidates, head_weight)  # [rows, slots, K_cur, d]
-    n = norm_weight * rms(hidden, eps).to(hidden.dtype)
-    raw = torch.matmul(n.to(E.dtype), E.transpose(-1, -2)).float()
+    n = (norm_weight * rms(hidden, eps).to(hidden.dtype)).to(head_weight.dtype)
+    copied = candidates[0].numel() * head_weight[:1].nbytes if len(candidates) else 1
+    parts = [t.split(max(1, COPIED_BYTES // copied)) for t in (n, candidates)]
+    products = [part @ F.embedding(ids, head_weight).transpose(-1, -2) for part, ids in zip(*parts, strict=True)]
+    raw = torch.cat(products).float()
     if bias is not None:
         raw = raw + bias.float()[candidates].unsqueeze(-2)
     raw = raw * scale
@@ -226,6 +230,13 @@ class Ops:
     pair_scores: Callable = pair_scores
     walk_chain: Callable = walk_chain
     verify_attention: Callable = verify_attention
+
+    def at(self, candidates: int) -> "Ops":
+        """Those for slots of so many candidates: the eager ones where the kernels do not take as many.
+
+        Without a warning: this is how a slot is sampled from S candidates, while greedy drafts from K stay fused.
+        """
+        return self if candidates <= FUSED_CANDIDATES else EAGER
 
 
 EAGER = Ops()

@@ -86,22 +86,39 @@ class TransferSpace(Fp32Buffers):
         self.c.copy_(c)
 
 
+def predecessor_keys(unary: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+    """By what candidates are chosen as cached predecessors: the largest is what the walk would draw from `unary`.
+
+    A walk draws the argmax of p / noise from every slot. The rows of those that come first if the slot's unary logits
+    are its scores will most often hold the row of the token that the true scores choose. Which rows are cached then
+    depends on the noise of a slot, never on that of the slots after it: what is drawn there has the law q, the softmax
+    of the row in use, and a walk stays exact.
+
+    Args:
+        unary, noise: [.., S], logits and exponential variables.
+    """
+    return unary.float() / temperature - noise.clamp_min(1e-30).log()
+
+
 @dataclass
 class TransitionCache:
-    """Scores of every candidate given every candidate of the slot before it, for all slots of a block.
+    """Scores of every candidate given the cached candidates of the slot before it, for all slots of a block.
 
-    first: [batch, K], slot 1 given the anchor. pairs: [batch, slots - 1, K_prev, K_cur], slots 2.. given their
-    predecessor's candidates. Both fp32 logits.
+    first: [batch, S], slot 1 given the anchor. pairs: [batch, slots - 1, R, S], slots 2.. given a predecessor. Both
+    fp32 logits. rows: which of the R rows to use after each of the S candidates of the slot before, [batch, slots - 1,
+    S]; None: R is S, row i after candidate i.
     """
 
     first: torch.Tensor
     pairs: torch.Tensor
+    rows: torch.Tensor | None = None
 
     def scores(self, slot: int, previous: torch.Tensor | None) -> torch.Tensor:
-        """Logits [batch, K] of the candidates of `slot` (from 1), given the index of its predecessor [batch]."""
+        """Logits [batch, S] of the candidates of `slot` (from 1), given the index of its predecessor [batch]."""
         if slot == 1:
             return self.first
         assert previous is not None, "slots after the first have a predecessor"
-        rows = self.pairs[:, slot - 2]
-        index = previous.view(-1, 1, 1).expand(-1, 1, rows.shape[-1])
-        return rows.gather(1, index).squeeze(1)
+        rows, index = self.pairs[:, slot - 2], previous.unsqueeze(1)
+        if self.rows is not None:
+            index = self.rows[:, slot - 2].gather(1, index)
+        return rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])).squeeze(1)

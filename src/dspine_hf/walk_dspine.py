@@ -2,12 +2,14 @@
 
 There are three ways through a block. With row-wise warpers alone (temperature, top-k, top-p, min-p) every row of the
 transition cache is warped at once and the walk is a chain of look-ups. A repetition penalty depends on the tokens
-walked, so its rows are warped one by one, still on the K candidates. Any other processor sees full rows, in order.
+walked, so its rows are warped one by one, still on the candidates. Any other processor sees full rows, in order.
+n is the number of candidates a slot: K, or S when sampling.
 
 q is free: rejection sampling keeps the target's distribution whatever q is, as long as the tokens came from it
 (DESIGN.md section 1).
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +89,41 @@ def is_spent(processor: LogitsProcessor, length: int) -> bool:
 
 
 def score_tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Slot 1's scores `[batch, K]` and later slots' `[batch, slots - 1, R, K]`: R = K given each predecessor, or 1."""
+    """Slot 1's scores `[batch, n]` and later slots' `[batch, slots - 1, R, n]`; see [`row_after`]."""
     if block.transitions is None:
         return block.unary[:, 0], block.unary[:, 1:, None]
     return block.transitions.first, block.transitions.pairs
+
+
+def row_after(block: Any, slot: int, index: torch.Tensor) -> torch.Tensor:
+    """Which of the R rows of `slot` (from 2) follows candidate `index` `[batch, 1]` of the slot before: `[batch, 1]`.
+
+    One row where slots are independent; row i after candidate i where all predecessors are cached.
+    """
+    if block.transitions is None:
+        return torch.zeros_like(index)
+    rows = block.transitions.rows
+    return index if rows is None else rows[:, slot - 2].gather(1, index)
+
+
+def sampling_options(
+    config: Any, processors: list[Any], batch: int, device: Any, kept: int | None = None, width: int | None = None
+) -> dict[str, Any]:
+    """
+    What `draft_block` takes for a block that is to be sampled from S candidates: noise and temperature. Nothing where
+    S is not more than K.
+
+    Args:
+        config: the drafter's.
+        processors: of the call.
+        kept, width: K and S of the call, where they are not the drafter's.
+    """
+    kept, width = kept or config.num_candidates, width or config.sampling_width
+    if width <= kept:
+        return {}
+    noise = noise_like(torch.empty(batch, config.num_draft_slots, width, device=device))
+    temperature = math.prod(p.temperature for p in processors if type(p) is TemperatureLogitsWarper)
+    return {"noise": noise, "temperature": temperature}
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
@@ -99,19 +132,24 @@ def finite(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The finite tables of a single row: `[1, K]` and `[slots - 1, R, K]`."""
+    """The finite tables of a single row: `[1, n]` and `[slots - 1, R, n]`."""
     first, pairs = score_tables(block)
     return finite(first), finite(pairs[0])
 
 
-def _noise(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+def noise_like(x: torch.Tensor) -> torch.Tensor:
     """Exponential variables: the argmax of p / noise is distributed as p."""
-    return torch.empty(shape, dtype=torch.float32, device=like.device).exponential_()
+    return torch.empty_like(x, dtype=torch.float32).exponential_().clamp_min_(1e-30)
+
+
+def _noise_of(block: Any) -> torch.Tensor:
+    """The noise `[slots, n]` that the block's predecessors were chosen by, or fresh noise."""
+    return noise_like(block.unary[0]) if block.noise is None else block.noise[0]
 
 
 def _walk_table(block: Any, warpers: list[LogitsProcessor], do_sample: bool, vocab_size: int) -> Draft:
-    first, pairs = _tables(block)  # [1, K], [slots - 1, R, K]
-    candidates = block.candidates[0]  # [slots, K]
+    first, pairs = _tables(block)  # [1, n], [slots - 1, R, n]
+    candidates = block.candidates[0]  # [slots, n]
     no_ids = candidates.new_empty(0, 0)
     for warper in warpers if do_sample else ():
         first = warper(no_ids, first)
@@ -119,28 +157,29 @@ def _walk_table(block: Any, warpers: list[LogitsProcessor], do_sample: bool, voc
             pairs = warper(no_ids, pairs.flatten(0, 1)).view_as(pairs)
     keys, later_keys = first, pairs
     if do_sample:
-        noise = _noise(tuple(candidates.shape), first)
+        noise = _noise_of(block)
         keys = first.softmax(-1) / noise[:1]
         later_keys = pairs.softmax(-1) / noise[1:, None]
 
-    index = keys.argmax(-1)  # [1]
-    chosen = [index]
-    for best in later_keys.argmax(-1).unbind(0):  # [R] each: the choice after every predecessor
-        index = best if best.shape[0] == 1 else best.gather(0, index)
+    index = keys.argmax(-1, keepdim=True)  # [1, 1]
+    chosen, rows = [index], []
+    for slot, best in enumerate(later_keys.argmax(-1).unbind(0), start=2):  # [R] each: the choice in every row
+        rows.append(row_after(block, slot, index))
+        index = best[None].gather(1, rows[-1])
         chosen.append(index)
-    path = torch.cat(chosen)  # [slots]
-    tokens = candidates.gather(1, path[:, None]).T
+    path = torch.cat(chosen, dim=1)  # [1, slots]
+    tokens = candidates.gather(1, path.T).T
     if not do_sample:
         return Draft(tokens, None)
-    rows = pairs.log_softmax(-1)
-    if rows.shape[1] > 1:
-        rows = rows.gather(1, path[:-1, None, None].expand(-1, 1, rows.shape[-1]))
-    log_q = torch.cat([first.log_softmax(-1), rows[:, 0]])  # [slots, K]
+    log_q = first.log_softmax(-1)
+    if rows:
+        used = torch.cat(rows).unsqueeze(-1).expand(-1, 1, pairs.shape[-1])  # [slots - 1, 1, n]
+        log_q = torch.cat([log_q, pairs.gather(1, used)[:, 0].log_softmax(-1)])  # [slots, n]
     return Draft(tokens, _spread(log_q, candidates, vocab_size))
 
 
 def _spread(log_q: torch.Tensor, candidates: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Candidates' log-probabilities `[n, K]` at their places in the vocabulary: `[1, n, V]`, -inf elsewhere."""
+    """Candidates' log-probabilities `[slots, n]` at their places in the vocabulary: `[1, slots, V]`, else -inf."""
     full = log_q.new_full((log_q.shape[0], vocab_size), float("-inf"))
     return full.scatter_(1, candidates, log_q).unsqueeze(0)
 
@@ -171,43 +210,43 @@ def _walk_candidates(
     block: Any, input_ids: torch.Tensor, processors: list[LogitsProcessor], do_sample: bool, vocab_size: int
 ) -> Draft:
     first, pairs = _tables(block)
-    candidates = block.candidates[0]  # [slots, K]
+    candidates = block.candidates[0]  # [slots, n]
+    noise = _noise_of(block) if do_sample else None
     input_ids = input_ids.to(candidates.device)
     repetition = RepetitionPenaltyLogitsProcessor
     seen = {id(p): _SeenTokens(p, input_ids, vocab_size) for p in processors if type(p) is repetition}
     scores, tokens, log_q = first, [], []
     for slot in range(candidates.shape[0]):
-        ids = candidates[slot : slot + 1]  # [1, K]
+        ids = candidates[slot : slot + 1]  # [1, n]
         for processor in processors:
             penalty = seen.get(id(processor))
             scores = penalty.penalise(ids, scores) if penalty else processor(input_ids, scores)
-        keys = scores.softmax(-1) / _noise((1, ids.shape[1]), scores) if do_sample else scores
-        index = keys.argmax(-1)  # [1]
-        token = ids.gather(1, index[:, None])
+        keys = scores if noise is None else scores.softmax(-1) / noise[slot]
+        index = keys.argmax(-1, keepdim=True)  # [1, 1]
+        token = ids.gather(1, index)
         for penalty in seen.values():
             penalty.add(token[0])
         tokens.append(token)
         log_q.append(scores)
         if slot + 1 < candidates.shape[0]:
-            rows = pairs[slot]  # [R, K]
-            scores = rows if rows.shape[0] == 1 else rows[index]
+            scores = pairs[slot][row_after(block, slot + 2, index)[0]]
     drafted = torch.cat(tokens, dim=1)
     return Draft(drafted, _spread(torch.cat(log_q).log_softmax(-1), candidates, vocab_size) if do_sample else None)
 
 
 def _walk_rows(block: Any, input_ids: torch.Tensor, processors: list[LogitsProcessor], do_sample: bool) -> Draft:
-    """Full rows through every processor; q is confined to the K best of the processed row, a forced token included."""
-    slots, K = block.candidates.shape[1:]
+    """Full rows through every processor; q is confined to the n best of the processed row, a forced token included."""
+    slots, n = block.candidates.shape[1:]
     prefix, tokens, log_q = input_ids, [], []
     for slot in range(1, slots + 1):
         scores = finite(block.row(slot, prefix[:, -1].to(block.candidates.device)))  # [1, V]
         scores = scores.to(input_ids.device)
         for processor in processors:
             scores = processor(prefix, scores)
-        best, ids = scores.topk(min(K, scores.shape[-1]), dim=-1)  # [1, K]
+        best, ids = scores.topk(min(n, scores.shape[-1]), dim=-1)  # [1, n]
         if not bool(best[0, 0] > float("-inf")):
             break
-        keys = best.softmax(-1) / _noise(tuple(best.shape), best) if do_sample else best
+        keys = best.softmax(-1) / noise_like(best) if do_sample else best
         token = ids.gather(1, keys.argmax(-1, keepdim=True))
         prefix = torch.cat([prefix, token], dim=1)
         tokens.append(token)

@@ -20,6 +20,7 @@ class OracleBlock:
     candidates: torch.Tensor
     unary: torch.Tensor
     transitions: TransitionCache | None
+    noise: torch.Tensor | None = None
 
     def row(self, slot, previous_ids):
         row = self.rows[slot - 1][None]
