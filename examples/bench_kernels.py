@@ -33,9 +33,10 @@ MARGIN = 4096  # elements on both sides of a guarded input
 # Other tiles and splits of the injection, to compare: what they change in `injection.launch_shape`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "no overlap": {"pdl": False},
-    "8 splits": {"splits": 8, "project": {"BLOCK_N": 32, "BLOCK_D": 512, "num_warps": 4}},
-    "half tiles": {"project": {"BLOCK_D": 512, "num_warps": 8, "num_stages": 2}},
-    "8 splits, narrow": {"splits": 8, "project": {"BLOCK_D": 512}, "write": {"BLOCK_N": 16}},
+    "4 splits": {"splits": 4, "project": {"BLOCK_N": 16, "BLOCK_D": 1024, "num_warps": 2}},
+    "16 splits": {"splits": 16, "project": {"BLOCK_D": 256}},
+    "narrow": {"project": {"BLOCK_N": 16, "BLOCK_D": 512, "num_warps": 2}, "write": {"BLOCK_N": 16, "num_warps": 2}},
+    "wide gate": {"gate": {"BLOCK_N": 32, "num_warps": 8}},
 }
 
 

@@ -68,3 +68,13 @@ def test_margins_around_inputs_that_a_kernel_writes_or_reads_are_noticed(monkeyp
 
 def test_what_is_printed_names_the_operations(found):
     assert all(op.name in found["printed"] for op in fields(Ops))
+
+
+def test_products_of_few_rows_are_timed_with_every_tile_and_are_exact(tmp_path):
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, EXAMPLES / "bench_products.py", "--tiny", "--rows", "3", "--out", "products.json"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads((tmp_path / "products.json").read_text())["products"]
+    assert {row["product"] for row in rows} == {"q, k, v", "gate, up"} and len(rows) == 16
+    assert all(row["time"] > 0 and row["error"] < 2e-2 for row in rows)

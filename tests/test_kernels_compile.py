@@ -49,10 +49,18 @@ def compile_instead(self, *args, grid, warmup, **options):
 JITFunction.run = compile_instead
 import dspine_kernels
 from kernel_cases import Shape, arguments
-dspine_kernels.injection.early_launches = lambda device: target.backend == "cuda"
+for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear):
+    module.early_launches = lambda device: target.backend == "cuda"
 for operation in {operations!r}:
     for shape in (Shape(V=999), Shape(d=576, r=128, B=8, K=16, V=999, heads=9, kv_heads=3, head_dim=64, keys=70)):
         getattr(dspine_kernels, operation)(*arguments(operation, shape, torch.bfloat16, None, "cpu"))
+operation = "linears"
+for rows in (1, 16, 60):
+    x, W, K = (torch.empty(*s, dtype=torch.bfloat16) for s in ((rows, 4096), (4096, 4096), (1024, 4096)))
+    dspine_kernels.linears(x, [W, K, K])
+    dspine_kernels.linears(x, [torch.empty(20000, 4096, dtype=torch.bfloat16)])
+    dspine_kernels.gated_linear(x, W, W)
+    dspine_kernels.linears(torch.empty(rows, 576, dtype=torch.bfloat16), [torch.empty(576, 576, dtype=torch.bfloat16)])
 print(json.dumps(compiled))
 """
 
@@ -73,5 +81,5 @@ def test_every_kernel_compiles_and_fits_into_the_gpus_shared_memory(target, shar
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    assert list(compiled) == operations
+    assert list(compiled) == [*operations, "linears"]
     assert not [kernel for found in compiled.values() for kernel in found if kernel[1] > shared]

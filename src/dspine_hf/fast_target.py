@@ -15,6 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from .compat_dspine import CACHE_NAMES, FeatureTaps, find_cache
+from .fast_linear import few_rows
 from .static_cache import Places, RaggedCache
 
 ATTENTION = "dspine_verify"
@@ -155,14 +156,16 @@ def compiled_method(model: Any, name: str, mode: bool | str = True) -> Any:
     A method of a model through torch.compile, made once per model and mode.
 
     Args:
-        mode: of torch.compile; True: its default one.
+        mode: of torch.compile; True: its default one; "fused": that one with the kernel package's products of few
+            rows.
     """
     found = _COMPILED.setdefault(model, {})
     if (name, mode) not in found:
         reference: Any = weakref.ref(model)  # or the value would keep its key alive
         call = lambda *args, **inputs: getattr(reference(), name)(*args, **inputs)  # noqa: E731
         call.__code__ = call.__code__.replace(co_name=name.strip("_"))  # torch counts compilations by code object
-        compiled = torch.compile(call, dynamic=False, mode=None if mode is True else mode)
+        how: dict[str, Any] = {} if mode is True else {"backend": few_rows} if mode == "fused" else {"mode": mode}
+        compiled = torch.compile(call, dynamic=False, **how)
 
         def run(*args: Any, **inputs: Any) -> Any:
             with torch._dynamo.config.patch(cache_size_limit=_SHAPES):

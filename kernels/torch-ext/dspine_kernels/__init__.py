@@ -10,8 +10,10 @@ __all__ = ["available", "why_not"]
 if not MISSING:
     from .attention import verify_attention
     from .injection import gated_injection
+    from .linear import gated_linear, linears
     from .pairs import pair_scores, pair_write
     from .topk import topk
     from .walk import walk_chain
 
-    __all__ += ["gated_injection", "pair_scores", "pair_write", "topk", "verify_attention", "walk_chain"]
+    __all__ += ["gated_injection", "gated_linear", "linears", "pair_scores", "pair_write", "topk"]
+    __all__ += ["verify_attention", "walk_chain"]

@@ -8,7 +8,7 @@ from ._runtime import INTERPRETED
 
 
 @triton.jit
-def begin(PDL: tl.constexpr):
+def start_early(PDL: tl.constexpr):
     """With PDL: lets the next launch begin, and waits for the one before; what it wrote may be read from here on."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

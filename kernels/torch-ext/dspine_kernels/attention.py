@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import next_power_of_2, refuse_unlike
-from ._tiles import product, product_options
+from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
+from ._tiles import product, product_options, start_early
 
 MAX_SPLITS = 32
 INTERPRETED_PROGRAMS = 132  # the programs to spread over where there are no multiprocessors to count
@@ -24,9 +24,10 @@ def _attend(
     o_batch, o_head, o_row, start_batch, limit_batch, limit_row,
     scale, softcap, window, kv_heads, rows, capacity,
     GROUPS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_WINDOW: tl.constexpr, SPLITS: tl.constexpr,
-    HD: tl.constexpr, HD_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HD: tl.constexpr, HD_P: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):  # fmt: skip
+    start_early(PDL)
     pair, tile, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, kv_head = (pair // kv_heads).to(tl.int64), pair % kv_heads
     m = tile * BLOCK_M + tl.arange(0, BLOCK_M)  # packed rows: row m // GROUPS of head m % GROUPS
@@ -88,7 +89,9 @@ def _attend(
 def _combine(
     part, lse, out, o_batch, o_head, o_row, kv_heads, rows,
     GROUPS: tl.constexpr, SPLITS: tl.constexpr, SPLITS_P: tl.constexpr, HD: tl.constexpr, HD_P: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    start_early(PDL)
     pair, m = tl.program_id(1), tl.program_id(0)
     batch, head = (pair // kv_heads).to(tl.int64), (pair % kv_heads) * GROUPS + m % GROUPS
     split, d = tl.arange(0, SPLITS_P), tl.arange(0, HD_P)
@@ -159,6 +162,7 @@ def _verify_attention(
     kv_heads, capacity = k.shape[1:3]
     shape = launch_shape(q, k, splits)
     splits, groups, wide = shape["splits"], heads // kv_heads, max(next_power_of_2(head_dim), 16)
+    early = early_options(early_launches(q.device))
     out = _empty_output(q)
     if not out.numel():
         return out
@@ -172,12 +176,13 @@ def _verify_attention(
         scale, softcap, window, kv_heads, rows, capacity,
         GROUPS=groups, HAS_CAP=softcap != 0.0, HAS_WINDOW=window > 0, SPLITS=splits, HD=head_dim, HD_P=wide,
         BLOCK_M=shape["block_m"], BLOCK_N=shape["block_n"],
-        num_warps=shape["num_warps"], num_stages=shape["num_stages"], **product_options(q.dtype),
+        num_warps=shape["num_warps"], num_stages=shape["num_stages"], **product_options(q.dtype), **early,
     )  # fmt: skip
     if splits > 1:
         _combine[(rows * groups, batch * kv_heads)](
             part, lse, out, *out.stride()[:3], kv_heads, rows,
             GROUPS=groups, SPLITS=splits, SPLITS_P=next_power_of_2(splits), HD=head_dim, HD_P=wide, num_warps=4,
+            **early,
         )  # fmt: skip
     return out
 

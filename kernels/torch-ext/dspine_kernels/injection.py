@@ -20,10 +20,10 @@ import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
 from ._runtime import MAX_RANK, early_launches, early_options, next_power_of_2, refuse_unlike
-from ._tiles import begin, product, product_options
+from ._tiles import product, product_options, start_early
 
 PROGRAMS = 128  # about one per multiprocessor: below that a launch does not reach the memory's bandwidth
-MAX_SPLITS = 4
+MAX_SPLITS = 8
 
 
 @triton.jit
@@ -44,13 +44,13 @@ def _project_kernel(
         k = split * split_d + tl.arange(0, BLOCK_D)
         weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0)
-        begin(PDL)
+        start_early(PDL)
         h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
         weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
         acc = product(h, weight, acc, UPCAST)
         squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     else:
-        begin(PDL)
+        start_early(PDL)
         for start in range(split * split_d, tl.minimum(split * split_d + split_d, d), BLOCK_D):
             k = start + tl.arange(0, BLOCK_D)
             h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
@@ -96,29 +96,27 @@ def _gate_kernel(
     k = tl.arange(0, RANK)
     if BLOCK_K == RANK:
         B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
-    begin(PDL)
+    bias = tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)
+    start_early(PDL)
     P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
+    own = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS)
+    acc = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)  # A n
+    anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
     if tl.program_id(1) == 0:
         z_at = z_ptr + (m - 1).to(tl.int64)[:, None] * r + k[None, :]
         tl.store(z_at, P_n * scale, mask=known & (k < r)[None, :])
-
-    acc = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)  # A n
-    acc += tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)[None, :]
+    acc += bias[None, :]
     for start in tl.static_range(0, RANK, BLOCK_K):
         c = start + tl.arange(0, BLOCK_K)
         if BLOCK_K == RANK:
             z = P_n * scale
         else:
             z = _projected(x_ptr, squares_ptr, m - 1, tl.where(c < r, c, 2 * r), known, M, d, r, eps, SPLITS) * scale
-        anchor = tl.load(anchor_at + c[None, :], mask=here & first & (c < r)[None, :], other=0.0)
-        s = tl.where(first, anchor.to(tl.float32), z).to(dtype)
-        if BLOCK_K != RANK:
             B = tl.load(B_ptr + n[:, None] * r + c[None, :], mask=(n < r)[:, None] & (c < r)[None, :], other=0.0)
-        acc = product(s, B, acc, UPCAST)
-    z = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS) * scale
-    anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0)
-    g = tl.where(first, anchor.to(tl.float32), z).to(dtype).to(tl.float32) * tl.sigmoid(acc)
+        phi = tl.load(anchor_at + c[None, :], mask=here & first & (c < r)[None, :], other=0.0)
+        acc = product(tl.where(first, phi.to(tl.float32), z).to(dtype), B, acc, UPCAST)
+    g = tl.where(first, anchor, own * scale).to(dtype).to(tl.float32) * tl.sigmoid(acc)
     tl.store(g_ptr + m.to(tl.int64)[:, None] * r + n[None, :], g.to(dtype), mask=here & (n < r)[None, :])
 
 
@@ -139,7 +137,7 @@ def _write_kernel(
     if BLOCK_K == RANK:
         k = tl.arange(0, BLOCK_K)
         U = tl.load(U_ptr + n[:, None] * r + k[None, :], mask=(n < d)[:, None] & (k < r)[None, :], other=0.0)
-    begin(PDL)
+    start_early(PDL)
     h = tl.load(h_ptr + at, mask=mask, other=0.0)
     acc = h.to(tl.float32)
     for start in range(0, r, BLOCK_K):
@@ -168,11 +166,11 @@ def launch_shape(M: int, d: int, r: int, dtype: torch.dtype, device: torch.devic
         project |= {"BLOCK_N": 32, "BLOCK_D": _tile(d, 32 if wide else 128)}
     elif wide:
         project |= {"BLOCK_D": _tile(d, 64)}
-    else:  # few rows: all of a program's weights in flight at once
-        project |= {"BLOCK_D": _tile(triton.cdiv(d, MAX_SPLITS), 1024), "num_warps": 8}
+    else:  # few rows: all of a program's weights in flight at once, and no warp computes what another one does
+        project |= {"BLOCK_N": 32, "BLOCK_D": _tile(triton.cdiv(d, MAX_SPLITS), 512)}
     programs = triton.cdiv(M, project["BLOCK_M"]) * triton.cdiv(2 * r, project["BLOCK_N"])
     splits = min(max(1, PROGRAMS // programs), MAX_SPLITS)
-    gate = {"BLOCK_M": _tile(M + 1, 32), "BLOCK_N": 16, "BLOCK_K": min(rank, 32) if wide else rank, "num_warps": 8}
+    gate = {"BLOCK_M": _tile(M + 1, 32), "BLOCK_N": 16, "BLOCK_K": min(rank, 32) if wide else rank, "num_warps": 4}
     write = {"BLOCK_M": _tile(M, 64), "BLOCK_N": 32, "BLOCK_K": min(rank, 32 if wide else 256), "num_warps": 4}
     return {"splits": splits, "project": project, "gate": gate, "write": write, "pdl": early_launches(device)}
 

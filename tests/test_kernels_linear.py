@@ -1,0 +1,98 @@
+"""Products of few rows: the kernels against torch, and the rewritten graphs of whole models."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.backends.registry import lookup_backend
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+import dspine_hf
+from dspine_hf import fast_linear, fast_target, kernels
+from dspine_hf.ops_dspine import find_kernels
+
+pytestmark = pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "width", "sizes"), [(1, 40, (24,)), (7, 33, (5, 70, 16)), (20, 300, (33, 64))])
+def test_products_of_several_weights_are_torchs(dtype, rows, width, sizes):
+    x = torch.randn(rows, width).to(dtype)
+    weights = [torch.randn(n, width).to(dtype) for n in sizes]
+    for found, W in zip(kernels.linears(x, weights), weights, strict=True):
+        exact = x.double() @ W.double().T
+        assert (found.double() - exact).norm() <= TOLERANCE[dtype] * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("rows", "width", "size"), [(1, 40, 24), (7, 33, 70), (20, 130, 33)])
+def test_a_gated_product_is_torchs(dtype, rows, width, size):
+    x = torch.randn(1, rows, width).to(dtype)
+    gate, up = (torch.randn(size, width).to(dtype) * width**-0.5 for _ in range(2))
+    exact = F.silu(x.double() @ gate.double().T) * (x.double() @ up.double().T)
+    found = kernels.gated_linear(x, gate, up)
+    assert found.shape == exact.shape and (found.double() - exact).norm() <= 2 * TOLERANCE[dtype] * exact.norm()
+
+
+def test_what_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="at most 64 rows"):
+        kernels.linears(torch.zeros(65, 8), [torch.zeros(4, 8)])
+    with pytest.raises(ValueError, match="1 to 3 weights"):
+        kernels.linears(torch.zeros(2, 8), [])
+    with pytest.raises(ValueError, match="one shape"):
+        kernels.gated_linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(5, 8))
+
+
+def tiny(dtype, bias=False):
+    shapes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    shapes |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "attention_bias": bias}
+    torch.manual_seed(0)
+    return Qwen3ForCausalLM(Qwen3Config(**shapes)).eval().to(dtype)
+
+
+def calls(target, ids, monkeypatch):
+    """What a graph of the target calls after it was rewritten, how often, and the logits."""
+    found = {}
+
+    def backend(module, inputs):
+        for node in fast_linear.rewritten(module).graph.nodes:
+            if node.op == "call_function":
+                found[node.target] = found.get(node.target, 0) + 1
+        return module
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        logits = torch.compile(target, backend=backend, dynamic=False)(ids).logits
+    package, _ = find_kernels()
+    linear = sum(found.get(target, 0) for target in fast_linear.LINEARS)
+    return found.get(package.linears, 0), found.get(package.gated_linear, 0), linear, logits
+
+
+def test_a_models_products_share_launches_by_their_input_and_give_its_logits(monkeypatch):
+    target, ids = tiny(torch.bfloat16), torch.randint(97, (1, 6))
+    merged, gated, left, logits = calls(target, ids, monkeypatch)
+    assert (merged, gated, left) == (2 * 3 + 1, 2, 0)  # q, k and v; o; down; and the head
+    exact = target.double()(ids).logits
+    assert (logits.double() - exact).norm() < 0.02 * exact.norm()
+
+
+@pytest.mark.parametrize(("dtype", "rows", "bias", "left"), [
+    (torch.float32, 6, False, 15), (torch.bfloat16, 65, False, 15), (torch.bfloat16, 6, True, 8),
+])  # fmt: skip
+def test_other_products_stay_as_they_are(dtype, rows, bias, left, monkeypatch):
+    target, ids = tiny(dtype, bias), torch.randint(97, (1, rows))
+    assert calls(target, ids, monkeypatch)[2] == left
+
+
+def test_a_call_writes_the_text_of_the_plain_loop(monkeypatch):
+    target = tiny(torch.bfloat16)
+    settings = {"block_size": 4, "num_candidates": 4, "transfer_rank": 16, "num_hidden_layers": 2, "rewrite_layers": 1}
+    drafter = dspine_hf.DSpineDraftModel.for_target(target, target_layer_ids=[0], **settings).to(torch.bfloat16)
+    backend = lambda graph, inputs: lookup_backend("aot_eager")(fast_linear.rewritten(graph), inputs)  # noqa: E731
+    monkeypatch.setattr(fast_target, "few_rows", backend)
+    inputs = {"input_ids": torch.randint(5, 97, (1, 14)), "max_new_tokens": 6, "do_sample": False}
+    torch._dynamo.reset()
+    used = []
+    monkeypatch.setattr(fast_linear, "_merge", lambda *args, merge=fast_linear._merge: used.append(1) or merge(*args))
+    found = dspine_hf.generate(target, drafter.eval(), compiled="fused", **inputs)
+    assert used and torch.equal(found, target.generate(**inputs))
