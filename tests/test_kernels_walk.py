@@ -62,24 +62,20 @@ def processors(settings):
     return list(maker._get_logits_processor(config, logits_processor=[]))
 
 
-def walked(monkeypatch, row, candidates, first, pairs, noise, ids, made):
+def walked(row, candidates, first, pairs, noise, ids, made):
     """`walk_dspine.walk` on one batch row, with the given noise."""
+    only, own = (None if pairs.shape[2] > 1 else torch.zeros_like(candidates[:1, 1:])), slice(row, row + 1)
     block = SimpleNamespace(
-        candidates=candidates[row : row + 1],
-        transitions=SimpleNamespace(first=first[row : row + 1], pairs=pairs[row : row + 1]),
+        candidates=candidates[own],
+        transitions=SimpleNamespace(first=first[own], pairs=pairs[own], rows=only),
+        noise=None if noise is None else noise[own],
     )
-    drawn = iter([] if noise is None else noise[row])
-
-    def take(shape, like):
-        return torch.stack([next(drawn) for _ in range(shape[0])]) if len(shape) == 2 else None
-
-    monkeypatch.setattr(walk_dspine, "_noise", take)
     return walk_dspine.walk(block, ids[row : row + 1], made, noise is not None, V)
 
 
 @pytest.mark.parametrize("independent", [False, True], ids=["pairs", "independent"])
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_sampled_walk_is_the_one_of_walk(settings, independent, monkeypatch, allocations):  # noqa: F811
+def test_a_sampled_walk_is_the_one_of_walk(settings, independent, allocations):  # noqa: F811
     settings = SETTINGS[settings]
     for seed in range(3):
         candidates, first, pairs, noise = case(independent=independent, seed=seed)
@@ -87,7 +83,7 @@ def test_a_sampled_walk_is_the_one_of_walk(settings, independent, monkeypatch, a
         tokens, path, log_q, _ = walk_chain(candidates, first, pairs, noise, seen, **settings)
         allocations.check(tokens, path, log_q)
         for row in range(3):
-            draft = walked(monkeypatch, row, candidates, first, pairs, noise, ids, processors(settings))
+            draft = walked(row, candidates, first, pairs, noise, ids, processors(settings))
             assert torch.equal(tokens[row], draft.tokens[0])
             expected = draft.log_q[0].gather(1, candidates[row])
             torch.testing.assert_close(log_q[row], expected, rtol=0, atol=1e-5)
@@ -96,14 +92,14 @@ def test_a_sampled_walk_is_the_one_of_walk(settings, independent, monkeypatch, a
 
 @pytest.mark.parametrize("penalty", [1.0, 1.6, 0.8])
 @pytest.mark.parametrize("independent", [False, True], ids=["pairs", "independent"])
-def test_a_greedy_walk_is_the_one_of_walk(independent, penalty, monkeypatch, allocations):  # noqa: F811
+def test_a_greedy_walk_is_the_one_of_walk(independent, penalty, allocations):  # noqa: F811
     candidates, first, pairs, _ = case(independent=independent)
     ids, seen = texts(3)
     tokens, path, log_q, chain = walk_chain(candidates, first, pairs, None, seen, repetition_penalty=penalty)
     allocations.check(tokens, path, log_q, chain)
     made = [] if penalty == 1.0 else [RepetitionPenaltyLogitsProcessor(penalty)]
     for row in range(3):
-        assert torch.equal(tokens[row], walked(monkeypatch, row, candidates, first, pairs, None, ids, made).tokens[0])
+        assert torch.equal(tokens[row], walked(row, candidates, first, pairs, None, ids, made).tokens[0])
     assert torch.equal(log_q.exp().argmax(-1), path) and torch.equal(log_q.exp().sum(-1), torch.ones_like(chain))
 
 
@@ -141,7 +137,7 @@ def test_the_chain_holds_the_log_probabilities_before_penalty_and_warpers():
 
 
 @pytest.mark.parametrize("settings", ["plain", "top_p", "all"])
-def test_scores_that_are_not_finite_are_never_chosen_over_finite_ones(settings, monkeypatch):
+def test_scores_that_are_not_finite_are_never_chosen_over_finite_ones(settings):
     candidates, first, pairs, noise = case()
     first[0, 0], first[0, 1], pairs[1, :, :, 2], pairs[2, 1] = float("nan"), float("-inf"), float("nan"), float("inf")
     ids, seen = texts(3)
@@ -149,7 +145,7 @@ def test_scores_that_are_not_finite_are_never_chosen_over_finite_ones(settings, 
     assert not any(t.isnan().any() for t in found)
     for row in range(3):
         made = processors(SETTINGS[settings])
-        draft = walked(monkeypatch, row, candidates, first, pairs, noise, ids, made)
+        draft = walked(row, candidates, first, pairs, noise, ids, made)
         assert torch.equal(found[0][row], draft.tokens[0])
         expected = draft.log_q[0].gather(1, candidates[row])
         torch.testing.assert_close(found[2][row].exp(), expected.exp(), rtol=0, atol=1e-5)
