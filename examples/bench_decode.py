@@ -48,6 +48,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
+    parser.add_argument("--hf-batches", type=int, help="batches that the ways of transformers answer; default: all")
     parser.add_argument("--only", choices=("passes", "decode"), help="leave out the other half")
     parser.add_argument("--skip", nargs="*", default=[], help="ways of decoding to leave out, by name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -98,8 +99,8 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     """Every way to decode the prompts in batches of a size, taking turns."""
     batches = batches_of(args, tokenizer, size, target.config.vocab_size)
     ways = ways_of(args, target, drafter, temperature)
-    if size > 1:
-        ways.pop("drafted generate()", None)
+    for name in HF_WAYS if args.hf_batches == 0 else HF_WAYS[1:] if size > 1 else ():
+        ways.pop(name, None)
     figures: dict = {name: {"runs": [], "tokens": 0, "seconds": 0.0} for name in ways}
     texts: dict = {name: {} for name in ways}
     for name, run in ways.items():
@@ -108,7 +109,8 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     for repeat in range(args.repeats):
         for number, inputs in enumerate(batches):
             for name, run in ways.items():
-                if (repeat and name in HF_WAYS) or time.monotonic() > args.end:
+                left_out = repeat or (args.hf_batches is not None and number >= args.hf_batches)
+                if (name in HF_WAYS and left_out) or time.monotonic() > args.end:
                     continue
                 synchronise(args.device)
                 began = time.perf_counter()

@@ -40,3 +40,19 @@ def test_a_compiled_call_breaks_no_graph_and_writes_the_same_text(name, fused, m
     assert not counters["graph_break"], dict(counters["graph_break"])
     assert counters["frames"]["ok"] >= 3
     assert torch.equal(found, target.generate(**inputs))
+
+
+def test_compiled_without_graphs_a_pass_is_compiled_once_for_all_rounds(monkeypatch):
+    torch.manual_seed(3)
+    target = TARGETS["full"]().eval()
+    compiled = []
+    genuine = torch.compile
+
+    def counting(call, **more):
+        return genuine(call, backend=lambda graph, inputs: compiled.append(1) or graph, **more)
+
+    monkeypatch.setattr(fast_target.torch, "compile", counting)
+    torch._dynamo.reset()
+    inputs = {"input_ids": torch.randint(5, 97, (1, 14)), "max_new_tokens": 9, "do_sample": False}
+    assert torch.equal(dspine_hf.generate(target, None, compiled=True, **inputs), target.generate(**inputs))
+    assert len(compiled) == 1

@@ -3,15 +3,17 @@
 import functools
 import gc
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 
 import dspine_hf
-from dspine_hf import decoding, graphs
+from dspine_hf import decoding, fast_call, graphs
 from dspine_hf.fast_call import Options
 from dspine_hf.fast_walk import Chain
 from dspine_hf.graphs import Recording, column_bucket, draft_lengths, signature
+from dspine_hf.ops_dspine import EAGER
 from helpers.batch_oracle import batch_oracle, padded
 from helpers.oracle import prompt, small_target
 
@@ -93,6 +95,16 @@ def test_a_shorter_text_takes_the_larger_caches_that_are_there(case, recorder):
         assert torch.equal(out[0, : len(references[0])], references[0][: out.shape[1]])
         bytes_kept.append(graphs.cache_bytes(target))
     assert bytes_kept[0] == bytes_kept[1] == bytes_kept[2] > 0
+
+
+def test_with_fused_attention_one_graph_serves_every_length(case, recorder, monkeypatch):
+    target, _, texts, references = case
+    fused = replace(EAGER, verify_attention=lambda *args, **options: EAGER.verify_attention(*args, **options))
+    monkeypatch.setattr(fast_call, "fused_ops", lambda *args: fused)
+    options = {"max_new_tokens": 540, "eos_token_id": None, "fused_attention": True}
+    out = dspine_hf.generate(target, None, texts[0], **options)
+    assert torch.equal(out[0, : len(references[0])], references[0])
+    assert recorder.recorded == 1
 
 
 def test_what_is_recorded_belongs_to_one_pair_of_models_and_one_setting(case, recorder):

@@ -10,7 +10,7 @@ from .fast_walk import Chain, SeenTokens, walk_batch, warp
 from .generation_dspine import first_slots
 from .layers_dspine import Limits
 from .ops_dspine import EAGER
-from .static_cache import Places, RaggedDraftCache
+from .static_cache import Places, RaggedDraftCache, column_bucket
 from .walk_dspine import noise_like, sampling_options
 
 
@@ -109,6 +109,8 @@ class Rounds:
 
     def _places(self, count: int, columns: int, first: int | None) -> tuple[Places, torch.Tensor]:
         """Columns of the anchor and the `count - 1` rows after it, and their positions `[batch, count]`."""
+        if self.compiled:  # for every number on the host that it meets, torch.compile would compile the pass again
+            columns, first = column_bucket(columns, self.passes.cache.capacity), None
         index = self.rows.length[:, None] - 1 + torch.arange(count, device=self.rows.length.device)
         return Places(index, columns, first), index - self.rows.shift[:, None]
 
@@ -131,7 +133,7 @@ class Rounds:
         slots = self.drafter.config.num_draft_slots
         places, positions = self._places(1 + slots, columns, first)
         self.context.places = places
-        seen = self._draft_mask(places, columns, first) if self.attend is None else self._draft_limits(places)
+        seen = self._draft_mask(places) if self.attend is None else self._draft_limits(places)
         options: dict[str, Any] = {} if self.widths[0] is None else {"num_candidates": self.widths[0]}
         if self.do_sample:
             shape = (rows.length.shape[0], self.drafter.device, *self.widths)
@@ -154,15 +156,15 @@ class Rounds:
             start = torch.maximum(start, places.index[:, 0] - window)
         return {"limits": Limits(self.attend, start, places.index[:, -1])}
 
-    def _draft_mask(self, places: Places, columns: int, first: int | None) -> dict[str, Any]:
+    def _draft_mask(self, places: Places) -> dict[str, Any]:
         """What a block sees as a mask `[batch, columns]`; nothing where it is all that the context hands out."""
         assert self.context is not None
-        window = self.drafter.config.context_window
+        window, first = self.drafter.config.context_window, places.first
         if first is not None and not self.rows.padded:
             self.context.first_column = 0 if window is None else max(0, first - window)
             return {}
         anchor = places.index[:, :1]
-        at = torch.arange(columns, device=anchor.device)
+        at = torch.arange(places.columns, device=anchor.device)
         seen = (at >= self.rows.start[:, None]) & (at <= places.index[:, -1:])
         return {"attention_mask": seen if window is None else seen & (at >= anchor - window)}
 

@@ -224,6 +224,11 @@ class TargetPasses:
         self.target, self.taps, self._attend = target, taps, attend
         self._compiled = compiled_method(target, "__call__", compiled) if compiled else target
 
+    @property
+    def fused(self) -> bool:
+        """Whether verification attends with a fused kernel."""
+        return self._attend is not None
+
     def prefill(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Any:
         """The first pass over left-padded prompts `[batch, length]`; its logits are those of the last row."""
         batch, length = ids.shape

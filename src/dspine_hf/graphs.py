@@ -16,10 +16,10 @@ import torch
 
 from .fast_round import Rounds
 from .fast_walk import Chain
+from .static_cache import column_bucket
 from .target_dspine import slots_within_positions
 
 WARM_UPS = 2
-FIRST_BUCKET = 512
 CAPACITY_STEP = 256
 ENTRIES_PER_TARGET = 2
 _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")  # of peft's layers
@@ -95,7 +95,7 @@ class GraphedRounds:
 
     def draft(self, used: int) -> Chain:
         """Drafts and walks; `used` bounds the columns in use from above."""
-        self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
+        self._columns = self._bucket(used)
         self.rounds.chain = self._run(("draft",), self._chain)
         assert self.rounds.chain is not None
         return self.rounds.chain
@@ -109,9 +109,16 @@ class GraphedRounds:
         if drafts:  # over the columns of the draft, which lies where its graph wrote it
             columns = self._columns
         else:
-            columns = self._columns = column_bucket(used, self.rounds.passes.cache.capacity)
+            columns = self._columns = self._bucket(used)
         report = self._run(("verify", drafts), lambda: self.rounds.verify(1 + drafts, self._processors, columns, None))
         return report.clone()  # graphs share memory: the next one may write where this one put its result
+
+    def _bucket(self, used: int) -> int:
+        """How many columns a graph looks at; all where attention is fused, which reads those that a row sees alone."""
+        rounds = self.rounds
+        fused = rounds.passes.fused and (rounds.context is None or rounds.attend is not None)
+        capacity = rounds.passes.cache.capacity
+        return capacity if fused else column_bucket(used, capacity)
 
     def _run(self, key: tuple, run: Callable[[], Any]) -> Any:
         key = (*key, self._columns)
@@ -142,14 +149,6 @@ def frozen(rounds: Rounds) -> Iterator[None]:
         rows.done.copy_(done)
         if rows.seen is not None:
             rows.seen.table.copy_(seen)
-
-
-def column_bucket(used: int, capacity: int) -> int:
-    """How many columns a graph looks at: a power of two that holds `used`, at most all."""
-    bucket = FIRST_BUCKET
-    while bucket < used:
-        bucket *= 2
-    return min(bucket, capacity)
 
 
 def draft_lengths(slots: int) -> list[int]:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+FIRST_BUCKET = 512
+
 
 @dataclass
 class Places:
@@ -30,6 +32,14 @@ class Places:
 
     def __post_init__(self) -> None:
         self.batch = torch.arange(self.index.shape[0], device=self.index.device)[:, None]
+
+
+def column_bucket(used: int, capacity: int) -> int:
+    """How many columns a recorded or compiled pass looks at: a power of two that holds `used`, at most all."""
+    bucket = FIRST_BUCKET
+    while bucket < used:
+        bucket *= 2
+    return min(bucket, capacity)
 
 
 def write(store: torch.Tensor, rows: torch.Tensor, places: Places) -> None:
