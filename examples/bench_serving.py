@@ -4,7 +4,8 @@ dspine export org/dspine-qwen3-8b drafter
 python examples/bench_serving.py --target Qwen/Qwen3-8B --drafter drafter --dflash z-lab/Qwen3-8B-DFlash \
     --prompts prompts.jsonl --output serving.json
 
-Each engine runs in a process of its own, and answers the prompts at every concurrency; the first answer warms up.
+Each engine runs in a process of its own, and answers the prompts at every concurrency; the first batch of each comes
+twice, once to warm up.
 """
 
 import argparse
@@ -31,6 +32,7 @@ parser.add_argument("--max-tokens", type=int, default=256)
 parser.add_argument("--max-model-len", type=int, default=4096)
 parser.add_argument("--dtype", default="auto")
 parser.add_argument("--eager", action="store_true", help="No graphs (a CPU has none).")
+parser.add_argument("--options", type=json.loads, default={}, help="Further arguments of vllm.LLM, as JSON.")
 parser.add_argument("--output", type=Path, default=Path("serving.json"))
 parser.add_argument("--only", help=argparse.SUPPRESS)  # the engine of this process
 
@@ -73,11 +75,12 @@ def measure(name: str, args: argparse.Namespace) -> list[dict]:
         enable_prefix_caching=False,
         disable_log_stats=False,
         speculative_config=speculative(name, args),
+        **args.options,
     )
     greedy = SamplingParams(temperature=0, max_tokens=args.max_tokens)
-    engine.chat(chats[:1], greedy, use_tqdm=False)
     rows = []
     for width in args.concurrency:
+        engine.chat(chats[:width], greedy, use_tqdm=False)
         before, start, answers = counted(engine), time.perf_counter(), []
         for i in range(0, len(chats), width):
             answers += engine.chat(chats[i : i + width], greedy, use_tqdm=False)

@@ -34,6 +34,7 @@ class Engine:
 _V = "model_executor/models/qwen3_dflash.py"
 _CPU = "v1/attention/backends/cpu_attn.py"
 _FLASH = "v1/attention/backends/flash_attn.py"
+_TRITON = "v1/attention/backends/triton_attn.py"
 _ATTEND = ("layer", "query", "key", "value", "kv_cache", "attn_metadata", "output")
 _METADATA = ("num_actual_tokens", "max_query_len", "query_start_loc", "seq_lens", "scheduler_metadata", "causal")
 _LAYER = ("self", "vllm_config", "config", "layer_idx", "cache_config", "quant_config", "prefix")
@@ -61,6 +62,8 @@ VLLM = Engine(
         Relied(_CPU, "CPUAttentionBackendImpl.forward", "call", ("self", *_ATTEND)),
         Relied(_FLASH, "FlashAttentionMetadata", "fields", _METADATA),
         Relied(_FLASH, "FlashAttentionImpl.forward", "call", ("self", *_ATTEND)),
+        Relied(_TRITON, "TritonAttentionMetadata", "fields", _METADATA),
+        Relied(_TRITON, "TritonAttentionImpl.forward", "call", ("self", *_ATTEND)),
         Relied(
             "_custom_ops.py",
             "cpu_attn_get_scheduler_metadata",

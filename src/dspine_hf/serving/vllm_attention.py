@@ -13,7 +13,7 @@ from vllm import envs
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention import Attention
 
-SUPPORTED = ("CPUAttentionMetadata", "FlashAttentionMetadata")
+SUPPORTED = ("CPUAttentionMetadata", "FlashAttentionMetadata", "TritonAttentionMetadata")
 
 
 class PairQueries:
