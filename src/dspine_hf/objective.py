@@ -80,8 +80,7 @@ def row_weights(blocks: Blocks, weights: LossWeights, conditional: bool) -> tupl
     base = base / base.sum().clamp_min(1e-6)
     if not conditional:
         return base.flatten(), base.flatten()
-    first = torch.zeros_like(decay)
-    first[0] = 1.0
+    first = (torch.arange(len(decay), device=decay.device) == 0).to(decay.dtype)
     unary = base * (weights.unary + weights.conditional * first)
     return unary.flatten(), (base * weights.conditional * (1 - first)).flatten()
 
