@@ -34,15 +34,17 @@ def _project_kernel(
 ):  # fmt: skip
     """x [splits, M, 2 r], squares [splits, M]: partial sums of [P; A] (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    tiles = tl.cdiv(r, BLOCK_N)  # of P; those of A come after them
+    second = tl.program_id(1) >= tiles
+    n = (tl.program_id(1) - tl.where(second, tiles, 0)) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
     h_row = h_ptr + (m // slots * (slots + 1) + m % slots + 1).to(tl.int64)[:, None] * d
-    rows = tl.where((n < r)[:, None], P_ptr + n[:, None] * d, A_ptr + (n - r)[:, None] * d)  # [BLOCK_N, 1]
+    rows = tl.where(second, A_ptr, P_ptr) + n[:, None] * d  # chosen as a whole, so that loads stay wide
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
     if ONCE:
         k = split * split_d + tl.arange(0, BLOCK_D)
-        weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
+        weight = tl.load(rows + k[None, :], mask=(n < r)[:, None] & (k < d)[None, :], other=0.0)
         w = tl.load(w_ptr + k, mask=k < d, other=0.0)
         start_early(PDL)
         h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
@@ -54,24 +56,25 @@ def _project_kernel(
         for start in range(split * split_d, tl.minimum(split * split_d + split_d, d), BLOCK_D):
             k = start + tl.arange(0, BLOCK_D)
             h = tl.load(h_row + k[None, :], mask=(m < M)[:, None] & (k < d)[None, :], other=0.0)
-            weight = tl.load(rows + k[None, :], mask=(n < 2 * r)[:, None] & (k < d)[None, :], other=0.0)
+            weight = tl.load(rows + k[None, :], mask=(n < r)[:, None] & (k < d)[None, :], other=0.0)
             w = tl.load(w_ptr + k, mask=k < d, other=0.0)
             weight = (weight.to(tl.float32) * w.to(tl.float32)[None, :]).to(h.dtype)
             acc = product(h, weight, acc, UPCAST)
             squares += tl.sum(h.to(tl.float32) * h.to(tl.float32), axis=1)
     part = split.to(tl.int64) * M
-    tl.store(x_ptr + (part + m)[:, None] * (2 * r) + n[None, :], acc, mask=(m < M)[:, None] & (n < 2 * r)[None, :])
+    x_at = x_ptr + (part + m)[:, None] * (2 * r) + tl.where(second, r, 0) + n[None, :]
+    tl.store(x_at, acc, mask=(m < M)[:, None] & (n < r)[None, :])
     if tl.program_id(1) == 0:
         tl.store(squares_ptr + part + m, squares, mask=m < M)
 
 
 @triton.jit
 def _projected(x_ptr, squares_ptr, m, column, valid, M, d, r, eps, SPLITS: tl.constexpr):
-    """Columns of [P; A] n for the slots m: [m, column], fp32, zero where not valid [m, 1]."""
+    """Columns below r of P n for the slots m: [m, column], fp32, zero where not valid [m, 1]; of A n behind x + r."""
     x = tl.zeros([m.shape[0], column.shape[0]], tl.float32)
     squares = tl.zeros([m.shape[0], 1], tl.float32)
     row = m.to(tl.int64)[:, None]
-    mask = valid & (column < 2 * r)[None, :]
+    mask = valid & (column < r)[None, :]
     for split in tl.static_range(SPLITS):
         squares += tl.load(squares_ptr + split * M + row, mask=valid, other=0.0)
         x += tl.load(x_ptr + (split * M + row) * (2 * r) + column[None, :], mask=mask, other=0.0)
@@ -98,9 +101,9 @@ def _gate_kernel(
         B = tl.load(B_ptr + n[:, None] * r + k[None, :], mask=(n < r)[:, None] & (k < r)[None, :], other=0.0)
     bias = tl.load(b_ptr + n, mask=n < r, other=0.0).to(tl.float32)
     start_early(PDL)
-    P_n = _projected(x_ptr, squares_ptr, m - 1, tl.where(k < r, k, 2 * r), known, M, d, r, eps, SPLITS)
-    own = _projected(x_ptr, squares_ptr, m - 1, tl.where(n < r, n, 2 * r), known, M, d, r, eps, SPLITS)
-    acc = _projected(x_ptr, squares_ptr, m, tl.where(n < r, r + n, 2 * r), here, M, d, r, eps, SPLITS)  # A n
+    P_n = _projected(x_ptr, squares_ptr, m - 1, k, known, M, d, r, eps, SPLITS)
+    own = _projected(x_ptr, squares_ptr, m - 1, n, known, M, d, r, eps, SPLITS)
+    acc = _projected(x_ptr + r, squares_ptr, m, n, here, M, d, r, eps, SPLITS)  # A n
     anchor = tl.load(anchor_at + n[None, :], mask=here & first & (n < r)[None, :], other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(P_n * P_n, axis=1)[:, None] / r + eps)
     if tl.program_id(1) == 0:
@@ -112,7 +115,7 @@ def _gate_kernel(
         if BLOCK_K == RANK:
             z = P_n * scale
         else:
-            z = _projected(x_ptr, squares_ptr, m - 1, tl.where(c < r, c, 2 * r), known, M, d, r, eps, SPLITS) * scale
+            z = _projected(x_ptr, squares_ptr, m - 1, c, known, M, d, r, eps, SPLITS) * scale
             B = tl.load(B_ptr + n[:, None] * r + c[None, :], mask=(n < r)[:, None] & (c < r)[None, :], other=0.0)
         phi = tl.load(anchor_at + c[None, :], mask=here & first & (c < r)[None, :], other=0.0)
         acc = product(tl.where(first, phi.to(tl.float32), z).to(dtype), B, acc, UPCAST)
@@ -168,7 +171,7 @@ def launch_shape(M: int, d: int, r: int, dtype: torch.dtype, device: torch.devic
         project |= {"BLOCK_D": _tile(d, 64)}
     else:  # few rows: all of a program's weights in flight at once, and no warp computes what another one does
         project |= {"BLOCK_N": 32, "BLOCK_D": _tile(triton.cdiv(d, MAX_SPLITS), 512)}
-    programs = triton.cdiv(M, project["BLOCK_M"]) * triton.cdiv(2 * r, project["BLOCK_N"])
+    programs = triton.cdiv(M, project["BLOCK_M"]) * 2 * triton.cdiv(r, project["BLOCK_N"])
     splits = min(max(1, PROGRAMS // programs), MAX_SPLITS)
     gate = {"BLOCK_M": _tile(M + 1, 32), "BLOCK_N": 16, "BLOCK_K": min(rank, 32) if wide else rank, "num_warps": 4}
     write = {"BLOCK_M": _tile(M, 64), "BLOCK_N": 32, "BLOCK_K": min(rank, 32 if wide else 256), "num_warps": 4}
@@ -192,7 +195,7 @@ def _gated_injection(
     split_d = triton.cdiv(triton.cdiv(d, shape["splits"]), project["BLOCK_D"]) * project["BLOCK_D"]
     splits = triton.cdiv(d, split_d)
     x, squares = torch.empty(splits, M, 2 * r, **fp32), torch.empty(splits, M, **fp32)
-    _project_kernel[(triton.cdiv(M, project["BLOCK_M"]), triton.cdiv(2 * r, project["BLOCK_N"]), splits)](
+    _project_kernel[(triton.cdiv(M, project["BLOCK_M"]), 2 * triton.cdiv(r, project["BLOCK_N"]), splits)](
         h, w, P, A, x, squares, slots - 1, M, d, r, split_d, ONCE=split_d == project["BLOCK_D"], **project, **common
     )
     _gate_kernel[(triton.cdiv(M + 1, gate["BLOCK_M"]), triton.cdiv(r, gate["BLOCK_N"]))](
