@@ -101,7 +101,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     ways = ways_of(args, target, drafter, temperature)
     for name in HF_WAYS if args.hf_batches == 0 else HF_WAYS[1:] if size > 1 else ():
         ways.pop(name, None)
-    figures: dict = {name: {"runs": [], "tokens": 0, "seconds": 0.0} for name in ways}
+    figures: dict = {name: {"runs": [], "batches": {}} for name in ways}
     texts: dict = {name: {} for name in ways}
     for name, run in ways.items():
         if time.monotonic() < args.end:
@@ -118,7 +118,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
                 synchronise(args.device)
                 seconds = time.perf_counter() - began
                 texts[name][number] = new_tokens(out, inputs["input_ids"].shape[1], target)
-                note(figures[name], texts[name][number], seconds)
+                note(figures[name], number, sum(map(len, texts[name][number])), seconds)
                 if name not in (PLAIN, STATIC):
                     stats = drafter.generation_stats
                     figures[name]["acceptances"] = [*figures[name].get("acceptances", []), stats.acceptance_length]
@@ -127,11 +127,16 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     return {name: found for name, found in figures.items() if found["runs"]}
 
 
-def note(found: dict, texts: list[list[int]], seconds: float) -> None:
-    count = sum(map(len, texts))
+def note(found: dict, number: int, count: int, seconds: float) -> None:
+    """Adds one run of a batch: new tokens, and how long they took."""
     found["runs"].append(count / seconds)
-    found["tokens"] += count
-    found["seconds"] += seconds
+    tokens, spent = found["batches"].get(number, (0, 0.0))
+    found["batches"][number] = (tokens + count, spent + seconds)
+
+
+def speed(found: dict, numbers) -> float:
+    """New tokens per second over some of the batches."""
+    return sum(found["batches"][n][0] for n in numbers) / sum(found["batches"][n][1] for n in numbers)
 
 
 def finish(figures: dict, texts: dict, drafter, greedy: bool) -> None:
@@ -141,20 +146,22 @@ def finish(figures: dict, texts: dict, drafter, greedy: bool) -> None:
         if not found["runs"]:
             continue
         found["tokens_per_second"] = median(found["runs"])
-        found["tokens_over_seconds"] = found["tokens"] / found["seconds"]
+        found["tokens_over_seconds"] = speed(found, found["batches"])
         if "acceptances" in found:
             found["acceptance_length"] = sum(found["acceptances"]) / len(found["acceptances"])
         for key, other in (("ratio", PLAIN), ("ratio_static", STATIC)):
-            if figures.get(other, {}).get("runs"):
-                found[key] = found["tokens_over_seconds"] / (figures[other]["tokens"] / figures[other]["seconds"])
-            if greedy and name != other and other in texts:
-                shared = texts[name].keys() & texts[other].keys()
+            shared = found["batches"].keys() & figures.get(other, {"batches": {}})["batches"].keys()
+            if not shared:
+                continue
+            found[key] = speed(found, shared) / speed(figures[other], shared)
+            if greedy and name != other:
                 same = [a == b for n in shared for a, b in zip(texts[name][n], texts[other][n], strict=True)]
                 found[f"same_text_as {other}"] = [sum(same), len(same)]
         if "peak_bytes" in found and "peak_bytes" in figures.get(PLAIN, {}):
             # The drafter is resident while plain generate() runs, but is no part of it.
-            over = found["peak_bytes"] - (figures[PLAIN]["peak_bytes"] - own)
-            found |= {"drafter_bytes": own, "peak_over_plain": over, "bound": own + found["cache_bytes"]}
+            share = 0 if name in (PLAIN, STATIC) else own
+            over = found["peak_bytes"] - figures[PLAIN]["peak_bytes"] + share
+            found |= {"drafter_bytes": share, "peak_over_plain": over, "bound": share + found["cache_bytes"]}
 
 
 def copy_bandwidth(device: str, size: int) -> float:
