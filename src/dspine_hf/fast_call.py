@@ -213,8 +213,9 @@ class FastCall:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
             rounds.attend = own.verify_attention if fused and asked else None
-            rounds.compiled, rounds.widths = self.options.compiled, self.options.widths
-        rounds.passes.attach(self.target, taps, attend, self.options.compiled)
+            rounds.widths = self.options.widths
+        rounds.compiled = self.options.compiled
+        rounds.passes.attach(self.target, taps, attend, rounds.compiled)
 
     def _begin(self, rows: Rows) -> None:
         """Writes the prompts into the batch's state."""

@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -62,7 +63,14 @@ def _is_product(node: torch.fx.Node) -> bool:
     if x is None or weight is None or node.args[1].op not in ("placeholder", "get_attr"):
         return False
     fits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
-    return fits and x.device == weight.device and 0 < x.numel() // x.shape[-1] <= MAX_ROWS
+    rows = x.numel() // x.shape[-1]
+    return fits and x.device == weight.device and 0 < rows <= MAX_ROWS and _run_on(x.device.type)
+
+
+@cache
+def _run_on(device: str) -> bool:
+    kernels, _ = find_kernels()
+    return kernels is not None and kernels.available(device)
 
 
 def _merge_gated(graph: torch.fx.Graph, node: torch.fx.Node, kernels: Any) -> None:
