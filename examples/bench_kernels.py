@@ -25,6 +25,7 @@ from kernel_cases import CORNERS, TINY, TINY_CORNERS, USES, Borrowed, Shape, arg
 from rich.console import Console
 from rich.table import Table
 
+from dspine_hf.fast_linear import few_rows
 from dspine_hf.ops_dspine import EAGER, Ops, fused_ops
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
@@ -190,7 +191,7 @@ def check_corners(
 
 
 def draft_passes(p: Shape, options: argparse.Namespace) -> list[dict]:
-    """DFlash, and DSpine by placement and rewritten layers: eager, fused, and compiled with the fused operations."""
+    """DFlash, and DSpine by placement and rewritten layers: eager, fused, and as the fast loop's compiled="fused"."""
     with torch.device(options.device):
         target = Borrowed(p, options.dtype).requires_grad_(False)
     kinds: list[dict] = [{"injection": "none", "selection": "independent"}]
@@ -200,7 +201,7 @@ def draft_passes(p: Shape, options: argparse.Namespace) -> list[dict]:
     for way, fused, compiled in ways if not options.no_compile else ways[:2]:
         for kind in kinds:
             torch._dynamo.reset()
-            backend = options.backend if compiled else None
+            backend = (few_rows if options.device == "cuda" else options.backend) if compiled else None
             config, call = draft_call(target, p, options.dtype, {**kind, "use_fused_kernels": fused}, backend)
             name = "DFlash" if config.injection == "none" else f"DSpine {config.injection_placement}"
             spent = timed([call], options.device) * 1e6

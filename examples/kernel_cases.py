@@ -107,7 +107,7 @@ class Borrowed(nn.Module):
 
 
 def draft_call(
-    target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str, Any], backend: str | None = None
+    target: Borrowed, p: Shape, dtype: torch.dtype, method: dict[str, Any], backend: Any = None
 ) -> tuple[DSpineConfig, Any]:
     """A drafter's config, and a call that drafts one block behind its context and walks it greedily.
 
