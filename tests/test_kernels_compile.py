@@ -52,7 +52,7 @@ JITFunction.run = compile_instead
 import dspine_kernels
 from kernel_cases import Shape, arguments
 torch.version.hip = "6.4" if target.backend == "hip" else None
-for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear):
+for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear, dspine_kernels.pairs):
     module.early_launches = lambda device: target.backend == "cuda"
 for operation in {operations!r}:
     for shape in (Shape(V=999), Shape(d=576, r=128, B=8, K=16, V=999, heads=9, kv_heads=3, head_dim=64, keys=70)):

@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import DTYPES, next_power_of_2, refuse_unlike
-from ._tiles import product, product_options
+from ._runtime import DTYPES, early_launches, early_options, next_power_of_2, refuse_unlike
+from ._tiles import product, product_options, start_early
 
 PROGRAMS = 128  # about one per multiprocessor
 MAX_SPLITS = 16
@@ -26,12 +26,13 @@ MAX_SPLITS = 16
 def _project_kernel(
     h_ptr, w_ptr, A_ptr, x_ptr, squares_ptr, h_row, h_slot, A_row, slots, M, d, r, split_d,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """x [splits, M, r], squares [splits, M]: partial sums of A (w * h) and of h * h over one part of d."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     split = tl.program_id(2)
+    start_early(PDL)
     h_at = h_ptr + (m // slots).to(tl.int64)[:, None] * h_row + (m % slots).to(tl.int64)[:, None] * h_slot
     A_at = A_ptr + n.to(tl.int64)[:, None] * A_row
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
@@ -53,9 +54,10 @@ def _project_kernel(
 def _gate_kernel(
     x_ptr, squares_ptr, s_ptr, B_ptr, b_ptr, g_ptr, s_row, s_slot, s_pair, B_row, slots, pairs, M, d, r, eps,
     SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """g [M, pairs, r] = sigmoid(A n + B s + b) * s, in the dtype of the product with U."""
+    start_early(PDL)
     dtype = g_ptr.dtype.element_ty
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)  # slot m // pairs, alternative m % pairs
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -85,11 +87,12 @@ def _gate_kernel(
 def _write_kernel(
     g_ptr, h_ptr, U_ptr, out_ptr, h_row, h_slot, U_row, slots, pairs, M, d, r,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """out [M, pairs, d] = h + U g."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    start_early(PDL)
     slot = m // pairs
     here = (m < M * pairs)[:, None]
     h_at = h_ptr + (slot // slots).to(tl.int64)[:, None] * h_row + (slot % slots).to(tl.int64)[:, None] * h_slot
@@ -138,7 +141,7 @@ def _pair_write(
     out = h.new_empty(rows, slots, pairs, d)
     if not out.numel():
         return out
-    dots = product_options(h.dtype)
+    dots = product_options(h.dtype) | early_options(early_launches(h.device))
     tiles, columns = triton.cdiv(M, 16), triton.cdiv(r, 32)
     block_d = 128 if h.dtype.itemsize == 2 else 32  # fp32 products run on the ordinary units, in registers
     splits, length = _split(tiles * columns, d, block_d)
@@ -229,9 +232,10 @@ def _scores_kernel(
     h_row, h_slot, h_pair, E_row, ids_row, ids_slot, slots, M, d, split_d, eps, scale, softcap,
     P: tl.constexpr, C: tl.constexpr, P_PAD: tl.constexpr, C_PAD: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, WIDEN: tl.constexpr,
-    UPCAST: tl.constexpr,
+    PDL: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: the [P, C] sums of one slot over one part of d; finished here when d is not split."""
+    start_early(PDL)
     slot, split = tl.program_id(0).to(tl.int64), tl.program_id(1)
     p, c = tl.arange(0, P_PAD), tl.arange(0, C_PAD)
     ids = tl.load(ids_ptr + slot // slots * ids_row + slot % slots * ids_slot + c, mask=c < C, other=0)
@@ -263,9 +267,10 @@ def _scores_kernel(
 def _scores_sum_kernel(
     ids_ptr, bias_ptr, part_ptr, squares_ptr, out_ptr, ids_row, ids_slot, slots, M, d, eps, scale, softcap,
     P: tl.constexpr, C: tl.constexpr, P_PAD: tl.constexpr, C_PAD: tl.constexpr,
-    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr,
+    SPLITS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_CAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: the logits of one slot from its parts."""
+    start_early(PDL)
     slot = tl.program_id(0).to(tl.int64)
     p, c = tl.arange(0, P_PAD), tl.arange(0, C_PAD)
     ids = tl.load(ids_ptr + slot // slots * ids_row + slot % slots * ids_slot + c, mask=c < C, other=0)
@@ -306,6 +311,7 @@ def _pair_scores(
     shape = {
         "P": P, "C": C, "P_PAD": max(16, next_power_of_2(P)), "C_PAD": max(16, next_power_of_2(C)), "SPLITS": splits,
         "HAS_BIAS": bias is not None, "HAS_CAP": softcap != 0.0, "num_warps": 4,
+        **early_options(early_launches(hidden.device)),
     }  # fmt: skip
     bias = out if bias is None else bias
     _scores_kernel[(M, splits)](
