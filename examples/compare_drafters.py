@@ -6,7 +6,8 @@
 `--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`.
 `--continuations`: JSONL with `benchmark`, `prompt_ids`, and the target's own `greedy_ids` and (if T = 1 is to be
 measured) `sampled_ids`. `variants.json`: a list of `dspine_hf.lab.Variant` fields. One JSON per variant is written,
-and its weights with `--save NAME`. `--measure FOLDER` measures drafters that are trained already, too.
+and its weights with `--save NAME`; a variant whose JSON is there is left out, so that the same command goes on.
+`--measure FOLDER` measures drafters that are trained already, too.
 """
 
 import argparse
@@ -74,11 +75,15 @@ def main() -> None:
         if time.perf_counter() - started > args.seconds:
             print(f"skipped {fields['name']}: out of time")
             continue
+        if (out / f"{fields['name']}.json").exists():
+            print(f"{fields['name']} is there already")
+            continue
         variant = Variant(**fields)
         drafter, record = train_variant(variant, model, store, counts)
-        keep(out / f"{variant.name}.json", record | measure(drafter, model, held_out, tokenizer.eos_token_id))
+        record |= measure(drafter, model, held_out, tokenizer.eos_token_id)
         if variant.name in args.save:
             drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")
+        keep(out / f"{variant.name}.json", record)
 
 
 if __name__ == "__main__":

@@ -43,6 +43,7 @@ BULK = "--target target --prompts turns.jsonl --evaluate turns.jsonl --own 4 --d
 RUNS["bulk_generate"] = f"{BULK} --length 320 --longest 500 --evaluate-length 64 --out bulk".split()
 INPUTS = "--target target --train bulk/train.npz --continuations bulk/eval.jsonl --variants variants.json"
 RUNS["compare_drafters"] = f"{INPUTS} --max-length 64 --out compared --save small".split()
+RUNS["select_sequences"] = "--sources bulk/train.npz --tokens 300 --out chosen.npz".split()
 RUNS["dry_run"] = "--shapes tiny --sequences 2 --anchors 2 --length 32 --steps 2 --warm-up 1".split()
 RUNS["dry_run"] += ["--config", '{"block_size": 4, "transfer_rank": 8}', "--out", "dry-run.json"]
 DRIVER = """
@@ -124,6 +125,7 @@ EXPECTED = {
     "analyse_injection": ["Covering and choosing", "nearest of z", "over 1 texts, written to analysis"],
     "bulk_generate": [" responses, "],
     "compare_drafters": ["== small: ", '"1": {"mean_acceptance_length": '],
+    "select_sequences": [" sequences, 0.00 M tokens, "],
     "dry_run": ['"peak_memory_gib": null', '"blocks_per_second": ', '"target_forward_seconds": ', '"total": '],
 }
 

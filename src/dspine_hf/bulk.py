@@ -146,6 +146,8 @@ class ChatWriter:
 
     def run(self, prompts: list, temperature: list[float], new_tokens: int, length: int) -> list[list[int]]:
         """Prompts of at most `length` - 1 tokens with their continuations; one batch at most."""
+        if not prompts:
+            return []
         if length not in self._decoders:
             self._decoders.clear()  # each holds the keys and values of a whole batch
             self._decoders[length] = self._make(length)
