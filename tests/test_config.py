@@ -1,5 +1,7 @@
 """DSpineConfig takes its shapes from the target's config, and refuses values that cannot work together."""
 
+import json
+
 import pytest
 import transformers
 
@@ -39,6 +41,8 @@ REFUSED = {
     "mask token outside the vocabulary": ({"mask_token_id": 100}, "None to learn"),
     "no width": ({"hidden_size": 0}, "positive integer"),
     "no candidates": ({"num_candidates": 0}, "positive integer"),
+    "no candidates to sample from": ({"num_sampled_candidates": 0}, "or None for K"),
+    "candidates to sample from that are no number": ({"num_sampled_candidates": "all"}, "or None for K"),
     "no window": ({"context_window": 0}, "at least 1, or None"),
     "no cap": ({"logit_softcap": 0.0}, "positive, or None"),
     "more rewritten layers than there are": ({"rewrite_layers": 2}, r"0\.\.1"),
@@ -217,3 +221,18 @@ def test_the_transfer_rank_is_never_above_the_width():
 def test_an_encoder_decoder_target_is_refused():
     with pytest.raises(ValueError, match="decoder-only"):
         DSpineConfig.for_target(transformers.T5Config())
+
+
+@pytest.mark.parametrize("asked, found", [(None, 4), (3, 4), (4, 4), (50, 50), (256, 100)])
+def test_a_slot_is_sampled_from_at_least_k_candidates_and_at_most_the_vocabulary(asked, found):
+    assert DSpineConfig(**SMALL, num_sampled_candidates=asked).sampling_width == found
+
+
+def test_a_config_file_of_before_there_was_a_number_of_sampled_candidates_takes_the_default(tmp_path):
+    DSpineConfig(**SMALL, num_sampled_candidates=None).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    assert DSpineConfig.from_pretrained(tmp_path).num_sampled_candidates is None
+    del fields["num_sampled_candidates"]
+    path.write_text(json.dumps(fields))
+    assert DSpineConfig.from_pretrained(tmp_path).num_sampled_candidates == 256

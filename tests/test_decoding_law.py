@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import dspine_hf
+from drafter_cases import redraw
 from dspine_hf import DSpineDraftModel, fast_round, fast_walk
 from dspine_hf.fast_round import Rounds, Rows
 from dspine_hf.fast_walk import SeenTokens, is_fast, walk_batch
@@ -14,7 +15,7 @@ from dspine_hf.policy import Policy
 from helpers.batch_oracle import batch_block
 from helpers.laws import chi_square_p, distance_from_target, naive_drafts, step_law
 from helpers.oracle import oracle_block, prompt, small_target
-from test_generate_law import FULL_ROWS, processors_of
+from test_generate_law import BLOCKS, FULL_ROWS, processors_of
 from test_generate_law import SETTINGS as ALL_SETTINGS
 
 V, K, SLOTS, BATCH = 12, 4, 3, 2
@@ -26,36 +27,28 @@ def target():
     return small_target(seed=3, scale=1.0, vocab_size=V, bos_token_id=1)
 
 
-def blocks_of(independent: bool):
+def blocks_of(kind: str):
     """Two single blocks, and both as a batch."""
     generators = [torch.Generator().manual_seed(seed) for seed in range(BATCH)]
     rows = [torch.randn(SLOTS, V, generator=generator) for generator in generators]
     given = [torch.randn(V, V, generator=generator) for generator in generators]
-    single = [oracle_block(r, g, K, independent) for r, g in zip(rows, given, strict=True)]
-    return single, batch_block(torch.stack(rows), torch.stack(given), K, independent)
+    single = [oracle_block(r, g, K, **BLOCKS[kind]) for r, g in zip(rows, given, strict=True)]
+    return single, batch_block(torch.stack(rows), torch.stack(given), K, **BLOCKS[kind])
 
 
 def loaded_noise(wanted):
     """Noise that makes the walk choose the places `wanted` `[batch, slots]`."""
-    slot = iter(range(SLOTS))
-
-    def noise(x):
-        out = torch.ones(x.shape)
-        if x.dim() == 3:
-            return out.scatter_(2, wanted.unsqueeze(-1), 1e-30)
-        return out.scatter_(1, wanted[:, next(slot), None], 1e-30)
-
-    return noise
+    return lambda x: torch.ones(x.shape).scatter_(2, wanted.unsqueeze(-1), 1e-30)
 
 
-@pytest.mark.parametrize("independent", [False, True], ids=["transitions", "independent"])
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_rows_step_has_the_targets_law_whatever_the_batch(target, setting, independent, monkeypatch):
+def test_a_rows_step_has_the_targets_law_whatever_the_batch(target, setting, kind, monkeypatch):
     options = SETTINGS[setting]
     ids = torch.cat([prompt(4, seed=s, vocabulary=V) for s in range(BATCH)])
     processors = processors_of(target, ids, options)
     assert is_fast(list(processors), ids.shape[1])
-    single, batch = blocks_of(independent)
+    single, batch = blocks_of(kind)
     for row in (BATCH - 1,):
         drafts = naive_drafts(single[row], ids[row : row + 1], options, None)
         chains = {
@@ -125,7 +118,7 @@ def experienced_policy():
 def test_drafts_that_a_policy_cuts_keep_the_targets_law(target, setting, monkeypatch):
     ids = torch.cat([prompt(4, seed=s, vocabulary=V) for s in range(BATCH)])
     processors = processors_of(target, ids, SETTINGS[setting])
-    single, batch = blocks_of(False)
+    single, batch = blocks_of("transition")
     policy, law = experienced_policy(), target_law(target, ids[:1], processors)
     kept, chains = [{}, {}, {}, {}], {}
     for draft, mass in naive_drafts(single[0], ids[:1], SETTINGS[setting], None).items():
@@ -196,12 +189,13 @@ class LawOracle(DSpineDraftModel):
 
 
 def exact_law(target, ids, processors, length):
-    """`{text: probability}` of all texts of `length` tokens after a prompt that two padding tokens stand before."""
+    """`{text: probability}` of all texts of `length` tokens after a prompt; a penalty does not count padding."""
     texts, mass = torch.zeros(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.double)
     for _ in range(length):
         prefix = torch.cat([ids.expand(len(texts), -1), texts], dim=1)
-        scores = processors(torch.nn.functional.pad(prefix, (2, 0)), target(prefix).logits[:, -1].float())
+        scores = processors(prefix, target(prefix).logits[:, -1].float())
         mass = (mass[:, None] * scores.double().softmax(-1)).flatten()
+        V = scores.shape[1]
         texts = torch.cat([texts.repeat_interleave(V, 0), torch.arange(V).repeat(len(texts))[:, None]], dim=1)
         texts, mass = texts[mass > 0], mass[mass > 0]
     return dict(zip(map(tuple, texts.tolist()), mass.tolist(), strict=True))
@@ -217,6 +211,39 @@ def test_draws_of_a_padded_batch_have_the_targets_law(target, setting):
     options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
     out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, **options)
     assert drafter.generation_stats.accepted > draws / 3
-    expected = exact_law(target, ids, processors_of(target, batch[:1], setting), 4)
+    expected = exact_law(target, ids, processors_of(target, ids, setting), 4)
     counts = Counter(tuple(row) for row in out[:, 5:].tolist())
     assert chi_square_p(counts, expected, draws) > 1e-3
+
+
+@pytest.mark.parametrize("setting", [{"temperature": 0.7, "top_p": 0.9}, {"repetition_penalty": 1.5}], ids=str)
+def test_draws_have_the_targets_law_where_the_noise_chooses_the_cached_predecessors(setting):
+    small = 6
+    target = small_target(seed=3, scale=1.0, vocab_size=small, bos_token_id=1)
+    torch.manual_seed(8)
+    shapes = {"num_hidden_layers": 2, "block_size": 4, "transfer_rank": 4, "num_candidates": 1}
+    drafter = redraw(DSpineDraftModel.for_target(target, **shapes, num_sampled_candidates=5), 3)
+    draws, ids = 6000, prompt(3, vocabulary=small)
+    batch = torch.cat([torch.zeros(draws, 2, dtype=torch.long), ids.expand(draws, -1)], dim=1)
+    mask = (torch.arange(5) >= 2).long().expand(draws, -1)
+    options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
+    blocks = spied_blocks(drafter)
+    out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, **options)
+    assert min(drafter.generation_stats.slot_acceptance[:2]) > 0.3
+    rows = blocks[0].transitions.rows
+    assert rows.shape == (draws, 2, 5) and (rows == 1).sum(-1).eq(4).all()
+    assert rows[:, 0].argmin(-1).unique().numel() > 3  # the noise decides
+    expected = exact_law(target, ids, processors_of(target, ids, setting), 4)
+    assert chi_square_p(Counter(tuple(row) for row in out[:, 5:].tolist()), expected, draws) > 1e-3
+
+
+def spied_blocks(drafter):
+    """The blocks that the drafter will return."""
+    blocks, genuine = [], drafter.draft_block
+
+    def noted(*args, **options):
+        blocks.append(genuine(*args, **options))
+        return blocks[-1]
+
+    drafter.draft_block = noted
+    return blocks

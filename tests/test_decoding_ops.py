@@ -15,9 +15,10 @@ from transformers.generation.logits_process import (
 
 import dspine_hf
 from drafter_cases import tiny_drafter, tiny_target
-from dspine_hf import fast_call, fast_walk
+from dspine_hf import fast_call, fast_walk, ops_dspine
 from dspine_hf.fast_walk import SeenTokens, chain_settings, walk_batch
 from dspine_hf.ops_dspine import EAGER
+from dspine_hf.walk_dspine import walk
 from helpers.batch_oracle import BatchOracle, batch_block, batch_oracle, padded
 from helpers.families import family_target
 from helpers.oracle import prompt
@@ -105,6 +106,44 @@ def test_both_walks_return_the_same_chain(name, do_sample, independent, monkeypa
         torch.testing.assert_close(ours.confidence, theirs.confidence)
 
 
+@pytest.mark.parametrize("name", WARPERS)
+def test_both_walks_use_the_blocks_noise_and_the_last_row_after_uncached_predecessors(name):
+    generator = torch.Generator().manual_seed(4)
+    shape = torch.randn(1, SLOTS, V, generator=generator), torch.randn(1, V, V, generator=generator)
+    block, calls = batch_block(*shape, K, kept=2), []
+    ids, last = torch.randint(V, (1, 12), generator=generator), 0
+    seen = SeenTokens(1.4, 1, V, "cpu") if name == "penalty" else None
+    for _ in range(20):
+        if seen is not None:
+            seen.begin(WARPERS[name][0], ids)
+        block.noise = torch.empty(1, SLOTS, K).exponential_(generator=generator)
+        ours, draft = (
+            walk_batch(block, WARPERS[name], seen, True, counted(calls)),
+            walk(block, ids, WARPERS[name], True, V),
+        )
+        assert torch.equal(ours.tokens, draft.tokens)
+        q = torch.zeros(1, SLOTS, V).scatter_(2, ours.candidates, ours.q)
+        torch.testing.assert_close(q, draft.log_q.exp())
+        index = (block.candidates == ours.tokens.unsqueeze(-1)).int().argmax(-1)[:, :-1]
+        last += int((block.transitions.rows.gather(2, index.unsqueeze(-1)) == 2).sum())
+    assert last > 10 and not calls  # the fused walk knows no such table
+
+
+def test_fused_operations_are_left_where_a_slot_has_more_candidates_than_they_take():
+    fused = counted([])
+    assert fused.at(32) is fused and fused.at(33) is EAGER and EAGER.at(4) is EAGER
+
+
+def test_pair_scores_are_the_same_when_the_heads_rows_are_copied_piece_by_piece(monkeypatch):
+    torch.manual_seed(0)
+    hidden, head = torch.randn(5, 3, 2, 8), torch.randn(40, 8)
+    inputs = (hidden, torch.rand(8), 1e-6, head, torch.randint(40, (5, 3, 9)), torch.randn(40), 0.5, 3.0)
+    whole = ops_dspine.pair_scores(*inputs)
+    for piece in (1, 2 * 3 * 9 * 8 * 4):
+        monkeypatch.setattr(ops_dspine, "COPIED_BYTES", piece)
+        torch.testing.assert_close(ops_dspine.pair_scores(*inputs), whole)
+
+
 def test_only_usual_processors_in_their_usual_order_are_the_fused_walks():
     assert chain_settings(WARPERS["all"]) == {"temperature": 1.3, "top_k": 5, "top_p": 0.9, "min_p": 0.05}
     assert chain_settings(WARPERS["penalty"]) == {"repetition_penalty": 1.4, "temperature": 0.8}
@@ -138,3 +177,28 @@ def test_candidates_beyond_the_drafters_are_refused(asked):
     drafter = tiny_drafter(target, num_candidates=16)
     with pytest.raises(ValueError, match="expected 1 to 16"):
         dspine_hf.generate(target, drafter, torch.tensor([[5]]), max_new_tokens=4, num_candidates=asked)
+
+
+@pytest.mark.parametrize("asked, seen", [(None, 20), (9, 9), (40, 40), (3, 4)])
+def test_a_call_samples_from_as_many_candidates_as_asked_and_greedy_drafts_stay(asked, seen, monkeypatch):
+    drafter = tiny_drafter(tiny_target(), num_sampled_candidates=20)
+    drafted, genuine = [], type(drafter).draft_block
+
+    def noted(self, *args, **options):
+        drafted.append(genuine(self, *args, **options))
+        return drafted[-1]
+
+    monkeypatch.setattr(type(drafter), "draft_block", noted)
+    inputs = {"input_ids": torch.randint(5, 60, (1, 6)), "max_new_tokens": 6}
+    dspine_hf.generate(tiny_target(), drafter, do_sample=True, num_sampled_candidates=asked, **inputs)
+    assert {block.unary.shape[-1] for block in drafted} == {seen}
+    drafted.clear()
+    dspine_hf.generate(tiny_target(), drafter, do_sample=False, num_sampled_candidates=asked, **inputs)
+    assert {block.unary.shape[-1] for block in drafted} == {4}
+
+
+@pytest.mark.parametrize("asked", [0, 62])
+def test_more_sampled_candidates_than_the_vocabulary_has_are_refused(asked):
+    target = tiny_target()
+    with pytest.raises(ValueError, match="expected 1 to 61"):
+        dspine_hf.generate(target, tiny_drafter(target), torch.tensor([[5]]), num_sampled_candidates=asked)

@@ -31,11 +31,13 @@ def target():
     return small_target(seed=3, scale=1.0, vocab_size=V, bos_token_id=1)
 
 
-def block_of(independent: bool, seed: int = 0):
+BLOCKS = {"transition": {}, "independent": {"independent": True}, "few predecessors": {"kept": 2}}
+
+
+def block_of(kind: str, seed: int = 0):
     generator = torch.Generator().manual_seed(seed)
-    return oracle_block(
-        torch.randn(SLOTS, V, generator=generator), torch.randn(V, V, generator=generator), K, independent
-    )
+    rows, given = torch.randn(SLOTS, V, generator=generator), torch.randn(V, V, generator=generator)
+    return oracle_block(rows, given, K, **BLOCKS[kind])
 
 
 def processors_of(target, ids, options):
@@ -98,8 +100,8 @@ def target_law(target, ids, processors):
     return p_of
 
 
-def exact_distance(target, options, name, independent, monkeypatch, damage=lambda q: q):
-    ids, block = prompt(6, seed=4, vocabulary=V), block_of(independent)
+def exact_distance(target, options, name, kind, monkeypatch, damage=lambda q, draft: q):
+    ids, block = prompt(6, seed=4, vocabulary=V), block_of(kind)
     processors = processors_of(target, ids, options)
     way = "rows" if name in FULL_ROWS else "candidates" if "repetition" in name else "table"
     assert walk_name(processors, ids) == way
@@ -108,27 +110,41 @@ def exact_distance(target, options, name, independent, monkeypatch, damage=lambd
     p_of = target_law(target, ids, processors)
 
     def q_of(draft):
-        q = damage(returned_q(block, ids, processors, draft, monkeypatch)).softmax(-1)[0].double()
-        return q
+        return damage(returned_q(block, ids, processors, draft, monkeypatch), draft).softmax(-1)[0].double()
 
     return distance_from_target(step_law(drafts, q_of, p_of), p_of)
 
 
-@pytest.mark.parametrize("independent", [False, True], ids=["transition", "independent"])
+@pytest.mark.parametrize("kind", BLOCKS)
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_exact_law_of_a_step_is_the_targets(target, name, independent, monkeypatch):
-    assert exact_distance(target, SETTINGS[name], name, independent, monkeypatch) < 1e-6
+def test_the_exact_law_of_a_step_is_the_targets(target, name, kind, monkeypatch):
+    assert exact_distance(target, SETTINGS[name], name, kind, monkeypatch) < 1e-6
 
 
 @pytest.mark.parametrize("name", ["T=0.7", "repetition penalty", "typical"])
 def test_the_exact_law_exposes_a_wrong_q(target, name, monkeypatch):
-    flattened = exact_distance(target, SETTINGS[name], name, False, monkeypatch, damage=lambda q: q * 0.8)
+    flattened = exact_distance(target, SETTINGS[name], name, "transition", monkeypatch, lambda q, draft: q * 0.8)
     assert flattened > 1e-3
+
+
+def test_the_exact_law_exposes_a_q_that_takes_all_predecessors_for_cached(target, monkeypatch):
+    block, damaged = block_of("few predecessors"), []
+
+    def as_if_cached(q, draft):
+        for slot in range(1, SLOTS):
+            if draft[slot - 1] not in block.cached[slot - 1]:
+                damaged.append(slot)
+                row = block.row(slot + 1, torch.tensor([draft[slot - 1]]))[0]
+                q[0, slot] = torch.where(q[0, slot] > float("-inf"), row, float("-inf"))
+        return q
+
+    assert exact_distance(target, {}, "T=1", "few predecessors", monkeypatch, as_if_cached) > 1e-3
+    assert set(damaged) == {1, 2}
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_q_is_finite_log_probability_on_at_most_k_tokens(target, name):
-    ids, block = prompt(6, seed=4, vocabulary=V), block_of(False)
+    ids, block = prompt(6, seed=4, vocabulary=V), block_of("transition")
     draft = walk(block, ids, processors_of(target, ids, SETTINGS[name]), True, V)
     assert draft.log_q.shape == (1, SLOTS, V) and draft.log_q.dtype == torch.float32
     assert not draft.log_q.isnan().any()
@@ -142,7 +158,7 @@ DRAWS = 20_000
 
 def sampled(target, options, seed=0):
     """Counts of 20,000 drafts of the first two slots, and the probability that the returned q gives each."""
-    ids, block = prompt(6, seed=4, vocabulary=V), block_of(False)
+    ids, block = prompt(6, seed=4, vocabulary=V), block_of("transition")
     block.rows, block.candidates, block.unary = block.rows[:2], block.candidates[:, :2], block.unary[:, :2]
     block.transitions.pairs = block.transitions.pairs[:, :1]
     processors = processors_of(target, ids, options)
@@ -178,7 +194,7 @@ def test_the_sampler_draws_from_the_q_it_returns(target, name):
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_an_overflow_in_the_drafter_leaves_q_a_distribution(poison):
-    block = block_of(False)
+    block = block_of("transition")
     block.transitions.pairs[:] = poison
     block.transitions.first[0, 1] = poison
     draft = walk(block, prompt(6, vocabulary=V), [], True, V)
@@ -186,7 +202,7 @@ def test_an_overflow_in_the_drafter_leaves_q_a_distribution(poison):
 
 
 def test_a_minimum_length_forbids_the_end_until_it_is_reached_and_costs_nothing_after(monkeypatch):
-    block, ids = block_of(False), prompt(6, vocabulary=V)
+    block, ids = block_of("transition"), prompt(6, vocabulary=V)
     best = int(block.candidates[0, 0, 0])
     minimum = [MinNewTokensLengthLogitsProcessor(5, 2, best), TemperatureLogitsWarper(0.01)]
     for _ in range(20):

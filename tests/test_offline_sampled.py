@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from drafter_cases import redraw, tiny_target
+from dspine_hf import offline_sampled
 from dspine_hf.baselines import BASELINES
+from dspine_hf.fast_walk import walk_batch
 from dspine_hf.modeling_dspine import DSpineDraftModel
 from dspine_hf.offline_sampled import draft_log_q, expected_walk, sampled_walk
-from dspine_hf.walk_dspine import walk
+from dspine_hf.walk_dspine import sampling_options, walk
 
 SHAPES = {"num_hidden_layers": 2, "block_size": 5, "transfer_rank": 6, "num_candidates": 4, "target_layer_ids": [1, 3]}
 
@@ -63,7 +65,8 @@ def test_q_of_the_true_tokens_is_what_the_walk_samples_from(m, selection):
     torch.manual_seed(m)
     target = tiny_target()
     settings = {} if m == 0 else {"rewrite_layers": m, "injection_placement": "mlp"}
-    drafter = redraw(DSpineDraftModel.for_target(target, **{**SHAPES, **settings, "selection": selection}), 5).eval()
+    settings |= {"selection": selection, "num_sampled_candidates": None}
+    drafter = redraw(DSpineDraftModel.for_target(target, **{**SHAPES, **settings}), 5)
     view = drafter.bind_target(target)
     tokens = torch.randint(0, target.config.vocab_size, (14,))
     features = hidden_states(target, tokens[None])
@@ -80,6 +83,31 @@ def test_q_of_the_true_tokens_is_what_the_walk_samples_from(m, selection):
         torch.testing.assert_close(found, draft.log_q[0].gather(1, draft.tokens.T).squeeze(1), rtol=1e-4, atol=1e-4)
         compared += count
     assert compared > 40
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_predecessors_are_as_often_cached_offline_as_in_the_loop(right, monkeypatch):
+    torch.manual_seed(0)
+    target, draws, anchor = tiny_target(), 1500, 7
+    shapes = {**SHAPES, "num_candidates": 2, "num_sampled_candidates": 12}
+    drafter = redraw(DSpineDraftModel.for_target(target, **shapes), 5)
+    if not right:
+        monkeypatch.setattr(offline_sampled, "_scores_of_the_walk", lambda unary, given, *more: given)
+    view, tokens = drafter.bind_target(target), torch.randint(0, target.config.vocab_size, (anchor + 1,))
+    features, cache = hidden_states(target, tokens[None]), drafter.new_cache()
+    drafter.extend_context(cache, features[:, :anchor].expand(draws, -1, -1), torch.arange(anchor).expand(draws, -1))
+    sampling = sampling_options(drafter.config, [], draws, "cpu")
+    block = drafter.draft_block(view, cache, tokens[-1].expand(draws), torch.full((draws,), anchor), **sampling)
+    chain = walk_batch(block, [], None, True)
+    loop = chain.q[:, 2, 0].log()  # of slot 3's best candidate, after what slots 1 and 2 drew
+    offline, generator = [], torch.Generator().manual_seed(1)
+    for drafted in chain.tokens:
+        text = torch.cat([tokens, drafted[:2], block.candidates[0, 2, :1]])
+        states = torch.cat([features[:, :anchor], torch.zeros_like(features[:, : len(text) - anchor])], dim=1)
+        offline.append(draft_log_q(drafter, view, states, torch.tensor([anchor]), text, generator)[0, 2])
+    difference = torch.stack(offline) - loop
+    off = float(difference.mean().abs() / difference.std() * draws**0.5)
+    assert off < 4 if right else off > 8
 
 
 @pytest.mark.parametrize("name", BASELINES)

@@ -6,7 +6,7 @@ import torch
 
 from dspine_hf import DSpineDraftModel
 from dspine_hf.transfer_dspine import TransitionCache
-from helpers.oracle import smallest_oracle
+from helpers.oracle import oracle_block, smallest_oracle
 
 
 @dataclass
@@ -27,14 +27,19 @@ class BatchBlock:
         return row + self.given[torch.arange(len(row)), previous_ids]
 
 
-def batch_block(rows: torch.Tensor, given: torch.Tensor, K: int, independent: bool = False) -> BatchBlock:
-    """The blocks whose full-vocabulary logits are `rows`, plus `given[predecessor]` from slot 2 on."""
-    unary, candidates = rows.topk(K, dim=-1)
-    pairs = unary.new_zeros(rows.shape[0], rows.shape[1] - 1, K, K)
-    for b in range(rows.shape[0]):
-        for t in range(1, rows.shape[1]):
-            pairs[b, t - 1] = unary[b, t] + given[b, candidates[b, t - 1]][:, candidates[b, t]]
-    return BatchBlock(rows, given, candidates, unary, None if independent else TransitionCache(unary[:, 0], pairs))
+def batch_block(
+    rows: torch.Tensor, given: torch.Tensor, K: int, independent: bool = False, kept: int | None = None
+) -> BatchBlock:
+    """The [`oracle_block`] of every batch row, as one block."""
+    blocks = [oracle_block(r, g, K, independent, kept) for r, g in zip(rows, given, strict=True)]
+    candidates, unary = (torch.cat([getattr(b, name) for b in blocks]) for name in ("candidates", "unary"))
+    tables = [b.transitions for b in blocks]
+    transitions = None
+    if not independent:
+        places = None if kept is None else torch.cat([table.rows for table in tables])
+        first, pairs = (torch.cat([getattr(table, name) for table in tables]) for name in ("first", "pairs"))
+        transitions = TransitionCache(first, pairs, places)
+    return BatchBlock(rows, given, candidates, unary, transitions)
 
 
 class BatchOracle(DSpineDraftModel):

@@ -7,10 +7,15 @@ import torch
 from transformers import LogitsProcessorList
 
 
-def naive_row(block, slot: int, previous: int | None) -> torch.Tensor:
-    """Full-vocabulary logits `[V]` of a slot (from 1) of an oracle block, straight from its definition."""
+def naive_row(block, slot: int, previous: int | None, full: bool = False) -> torch.Tensor:
+    """Full-vocabulary logits `[V]` of a slot (from 1) of an oracle block, straight from its definition.
+
+    full: as `block.row` has them, which knows every predecessor.
+    """
     row = block.rows[slot - 1].double()
     if block.transitions is None or slot == 1:
+        return row
+    if not full and block.cached is not None and previous not in block.cached[slot - 2]:
         return row
     return row + block.given[previous].double()
 
@@ -55,7 +60,7 @@ def naive_drafts(block, ids: torch.Tensor, options: dict, processors: LogitsProc
     for slot in range(1, block.candidates.shape[1] + 1):
         longer = {}
         for draft, probability in drafts.items():
-            row = naive_row(block, slot, draft[-1] if draft else None)
+            row = naive_row(block, slot, draft[-1] if draft else None, processors is not None)
             if processors is None:
                 law = naive_law(
                     {int(c): float(row[c]) for c in block.candidates[0, slot - 1]}, prompt + list(draft), options

@@ -13,7 +13,10 @@ VOCABULARY = 61
 
 @dataclass
 class OracleBlock:
-    """A draft block read off full rows `[slots, V]` and a bonus `[V, V]` for each predecessor."""
+    """
+    A draft block read off full rows `[slots, V]` and a bonus `[V, V]` for each predecessor; without it after tokens
+    that are not `cached`, where that is not None: a set of tokens per slot but the last.
+    """
 
     rows: torch.Tensor
     given: torch.Tensor
@@ -21,20 +24,35 @@ class OracleBlock:
     unary: torch.Tensor
     transitions: TransitionCache | None
     noise: torch.Tensor | None = None
+    cached: list[set[int]] | None = None
 
     def row(self, slot, previous_ids):
         row = self.rows[slot - 1][None]
         return row if self.transitions is None or slot == 1 else row + self.given[previous_ids]
 
 
-def oracle_block(rows: torch.Tensor, given: torch.Tensor, K: int, independent: bool = False) -> OracleBlock:
-    """The block whose full-vocabulary logits are `rows`, plus `given[predecessor]` from slot 2 on."""
+def oracle_block(
+    rows: torch.Tensor, given: torch.Tensor, K: int, independent: bool = False, kept: int | None = None
+) -> OracleBlock:
+    """
+    The block whose full-vocabulary logits are `rows`, plus `given[predecessor]` from slot 2 on.
+
+    kept: cache so many predecessors alone, neither the best ones nor in their order.
+    """
     unary, candidates = rows.topk(K, dim=-1)
     pairs = unary.new_zeros(rows.shape[0] - 1, K, K)
     for t in range(1, rows.shape[0]):
         pairs[t - 1] = unary[t] + given[candidates[t - 1]][:, candidates[t]]
-    transitions = None if independent else TransitionCache(unary[None, 0], pairs[None])
-    return OracleBlock(rows, given, candidates[None], unary[None], transitions)
+    places, cached = None, None
+    if kept is not None:
+        chosen = torch.arange(1, K, 2)[:kept].flip(0)
+        assert len(chosen) == kept
+        pairs = torch.cat([pairs[:, chosen], unary[1:, None]], dim=1)
+        places = torch.full((1, rows.shape[0] - 1, K), kept)
+        places[..., chosen] = torch.arange(kept)
+        cached = [set(ids[chosen].tolist()) for ids in candidates[:-1]]
+    transitions = None if independent else TransitionCache(unary[None, 0], pairs[None], places)
+    return OracleBlock(rows, given, candidates[None], unary[None], transitions, cached=cached)
 
 
 class OracleDrafter(DSpineDraftModel):
