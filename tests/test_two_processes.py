@@ -2,13 +2,12 @@
 
 import json
 import shutil
-import socket
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from helpers.launch import launcher
 from helpers.tiny_files import random_sequences, save_tiny_target, write_jsonl
 from helpers.training_runs import SHAPES, command, run_command, run_here, saved_losses, torch
 
@@ -17,11 +16,7 @@ CURVE = 1e-3
 
 def launched(words: list[str], processes: int) -> list[str]:
     """The same command in several processes."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
-    return [*launcher, "--master_port", str(port), *words[1:], "--ddp-backend", "gloo"]
+    return [*launcher(processes), *words[1:], "--ddp-backend", "gloo"]
 
 
 @pytest.fixture(scope="module")

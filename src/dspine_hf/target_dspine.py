@@ -6,10 +6,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .configuration_dspine import DSpineConfig
 from .transfer_dspine import TransferSpace
 
+# Shared-out weights that a drafter reads whole, with their versions: one copy per process while the weight lives.
+_GATHERED: Any = WeakIdKeyDictionary()
 FINGERPRINT_ROWS = 16
 FINGERPRINT_CORRELATION = 0.8
 
@@ -133,8 +136,11 @@ def same_fingerprint(stored: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def resident(module: Any, name: str) -> Any:
-    """A tensor of a module in memory: of an offloaded module (accelerate) a copy, None where the module has none."""
+    """A tensor of a module in memory: of an offloaded module (accelerate) a copy, of one that tensor parallelism
+    shares out the whole, gathered once (every process has to ask for it); None where the module has none."""
     tensor = getattr(module, name, None)
+    if hasattr(tensor, "full_tensor"):
+        return _gathered(tensor)
     if tensor is None or tensor.device.type != "meta":
         return tensor
     hook = getattr(module, "_hf_hook", None)
@@ -145,6 +151,14 @@ def resident(module: Any, name: str) -> Any:
             "meta device, without values. Load the target with from_pretrained."
         )
     return stored[name].to(hook.execution_device)
+
+
+def _gathered(tensor: Any) -> torch.Tensor:
+    version, whole = _GATHERED.get(tensor, (None, None))
+    if whole is None or version != tensor._version:
+        whole = tensor.detach().full_tensor()
+        _GATHERED[tensor] = tensor._version, whole
+    return whole
 
 
 def output_head(model: nn.Module) -> nn.Module:

@@ -1,6 +1,7 @@
 """One process of a tensor-parallel target: python -m torch.distributed.run ... tensor_parallel_run.py FOLDER OUT."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -32,8 +33,9 @@ def main() -> None:
     shared_out = hasattr(target.get_output_embeddings().weight, "full_tensor")
     prompts = json.loads((folder / "prompts.json").read_text())
     result = {"shared_out": shared_out, "texts": texts(target, drafter, prompts)}
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    out.with_suffix(f".{rank}").write_text(json.dumps(result))
+    out.with_suffix(f".{os.environ.get('RANK', 0)}").write_text(json.dumps(result))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
