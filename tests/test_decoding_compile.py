@@ -4,9 +4,12 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, Qwen3Config, Qwen3ForCausalLM
+from transformers.generation.logits_process import TemperatureLogitsWarper
 
 import dspine_hf
 from dspine_hf import fast_target
+from dspine_hf.fast_walk import walk_batch
+from helpers.batch_oracle import batch_block
 
 SHAPES = {
     "hidden_size": 32,
@@ -56,3 +59,35 @@ def test_compiled_without_graphs_a_pass_is_compiled_once_for_all_rounds(monkeypa
     inputs = {"input_ids": torch.randint(5, 97, (1, 14)), "max_new_tokens": 9, "do_sample": False}
     assert torch.equal(dspine_hf.generate(target, None, compiled=True, **inputs), target.generate(**inputs))
     assert len(compiled) == 1
+
+
+def test_a_compiled_call_that_samples_breaks_no_graph_and_draws_the_same_text(monkeypatch):
+    torch.manual_seed(4)
+    target = TARGETS["full"]().eval()
+    settings = {"block_size": 4, "num_candidates": 4, "transfer_rank": 16, "num_hidden_layers": 3}
+    drafter = dspine_hf.DSpineDraftModel.for_target(target, **settings, num_sampled_candidates=40).eval()
+    torch._dynamo.reset()
+    counters.clear()
+    genuine = torch.compile
+    monkeypatch.setattr(fast_target.torch, "compile", lambda call, **more: genuine(call, backend="eager", **more))
+    inputs = {"input_ids": torch.randint(5, 97, (2, 14)), "max_new_tokens": 6, "do_sample": True, "temperature": 0.7}
+    texts = []
+    for compiled in (True, False):
+        torch.manual_seed(5)
+        texts.append(dspine_hf.generate(target, drafter, compiled=compiled, **inputs))
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert torch.equal(*texts)
+
+
+def test_a_walk_over_few_cached_predecessors_is_one_graph():
+    torch.manual_seed(6)
+    block = batch_block(torch.randn(2, 3, 20), torch.randn(2, 20, 20), 9, kept=3)
+    block.noise = torch.empty(2, 3, 9).exponential_()
+
+    def tokens_and_q():
+        chain = walk_batch(block, [TemperatureLogitsWarper(0.7)], None, True)
+        return chain.tokens, chain.q
+
+    compiled = torch.compile(tokens_and_q, fullgraph=True, backend="eager")
+    for found, plain in zip(compiled(), tokens_and_q(), strict=True):
+        torch.testing.assert_close(found, plain)

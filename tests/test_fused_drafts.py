@@ -48,14 +48,14 @@ def ran(monkeypatch):
     return counts
 
 
-def draft(drafter, target, fused, batch=1, dtype=torch.float32):
+def draft(drafter, target, fused, batch=1, dtype=torch.float32, noise=None):
     drafter = copy.deepcopy(drafter).to(dtype)
     drafter.config.use_fused_kernels = fused
     context, positions = cases.random_context(7, drafter.config)
     cache = drafter.new_cache()
     drafter.extend_context(cache, context.expand(batch, -1, -1), torch.tensor([positions] * batch))
     anchors = torch.arange(3, 3 + batch)
-    return drafter.draft_block(drafter.bind_target(target), cache, anchors, torch.full((batch,), 7))
+    return drafter.draft_block(drafter.bind_target(target), cache, anchors, torch.full((batch,), 7), noise=noise)
 
 
 def same_drafts(found, expected, tolerance):
@@ -68,6 +68,19 @@ def same_drafts(found, expected, tolerance):
 
 
 FP32 = {"rtol": 2e-5, "atol": 2e-5}
+
+
+@interpreted
+@pytest.mark.parametrize("sampled", [20, 50])
+def test_a_sampled_block_is_the_same_and_warns_of_nothing(sampled, recwarn, ran):
+    target = cases.tiny_target()
+    drafter = cases.tiny_drafter(target)
+    noise = torch.empty(2, drafter.config.num_draft_slots, sampled).exponential_()
+    expected, found = (draft(drafter, target, fused, 2, noise=noise) for fused in (False, True))
+    same_drafts(found, expected, FP32)
+    assert torch.equal(found.transitions.rows, expected.transitions.rows)
+    assert bool(ran["topk"]) == bool(ran["pair_scores"]) == (sampled <= 32) and ran["pair_write"]
+    assert not [w for w in recwarn if "use_fused_kernels" in str(w.message)]
 
 
 @interpreted
