@@ -97,6 +97,31 @@ def test_a_log_says_how_fast_the_steps_since_the_last_one_were(tmp_path, monkeyp
         assert entry["mfu"] == round(2 * flops / 8 / 1e6, 4)
 
 
+CONFIGS = [
+    {"injection": injection, "selection": selection, "injection_placement": placement, "rewrite_layers": m}
+    for injection, selection, placement, m in itertools.product(
+        ("all", "last", "none"), ("transition", "independent"), ("layer", "mlp"), (0, 1)
+    )
+    if (m == 0 or injection == "all") and (selection == "independent" or injection != "none")
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: " ".join(map(str, config.values())))
+def test_every_weight_gets_a_gradient_where_no_process_looks_for_those_that_do_not(tmp_path, config):
+    target = tiny_chat_target()
+    trainer = trainer_for(tmp_path, target, fresh_drafter(target, **config))
+    assert trainer.args.ddp_find_unused_parameters is False
+    batch = next(iter(trainer.get_train_dataloader()))
+    batch.pop("index")
+    batch["anchors"] = sample_anchors(batch["prompt_lengths"], batch["lengths"], 4)
+    trainer.model(**batch)["loss"].backward()
+    assert [name for name, p in trainer.drafter.named_parameters() if p.requires_grad and p.grad is None] == []
+
+
+def test_without_supervision_of_layers_processes_look_for_unused_weights(tmp_path):
+    assert trainer_for(tmp_path, loss_layer=0.0).args.ddp_find_unused_parameters is True
+
+
 def test_checkpoint_that_was_cut_short_is_passed_over(tmp_path):
     for step, content in ((2, '{"global_step": 2}'), (10, '{"global_step": 10}'), (12, '{"global_st'), (14, None)):
         folder = tmp_path / f"checkpoint-{step}"

@@ -165,6 +165,8 @@ class DSpineTrainer(Trainer):
         padding = args.max_length if args.compile_drafter else None
         options.setdefault("data_collator", SequenceCollator(multiple=args.pad_multiple, length=padding))
         self.reader = reader
+        if args.ddp_find_unused_parameters is None:  # the search costs a walk through the graph every step
+            args.ddp_find_unused_parameters = not args.loss_layer or hasattr(drafter, "training_loss")
         module = DraftLoss(drafter, reader, args.loss_weights, args.compile_drafter)
         super().__init__(model=module, args=args, **options)
         if self.is_fsdp_enabled:
