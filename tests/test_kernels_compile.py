@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 TYPES = {{torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.int64: "*i64", torch.bool: "*i1"}}
+COUNTED = "ld.global.b16", "bulk.prefetch.L2", "griddepcontrol"
 target, compiled = GPUTarget(*{target!r}), {{}}
 
 def described(value, constexpr):
@@ -45,7 +46,7 @@ def compile_instead(self, *args, grid, warmup, **options):
     attributes = {{(i,): attrs for i, (_, _, attrs) in enumerate(found) if attrs}}
     kernel = triton.compile(ASTSource(self, signature, constants, attributes), target=target, options=options)
     compiled.setdefault(operation, []).append(
-        [self.__name__, kernel.metadata.shared, kernel.asm.get("ptx", "").count("ld.global.b16")]
+        [self.__name__, kernel.metadata.shared, *(kernel.asm.get("ptx", "").count(name) for name in COUNTED)]
     )
 
 JITFunction.run = compile_instead
@@ -64,6 +65,10 @@ for rows in (1, 16, 60):
     dspine_kernels.linears(x, [torch.empty(20000, 4096, dtype=torch.bfloat16)])
     dspine_kernels.gated_linear(x, W, W)
     dspine_kernels.linears(torch.empty(rows, 576, dtype=torch.bfloat16), [torch.empty(576, 576, dtype=torch.bfloat16)])
+operation = "linears, others early too"
+import torch._inductor.config
+torch._inductor.config.triton.enable_pdl = True
+dspine_kernels.linears(x, [W, K, K])
 print(json.dumps(compiled))
 """
 
@@ -84,8 +89,10 @@ def test_every_kernel_compiles_and_fits_into_the_gpus_shared_memory(target, shar
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    assert list(compiled) == [*operations, "linears"]
+    assert list(compiled) == [*operations, "linears", "linears, others early too"]
     assert not [kernel for found in compiled.values() for kernel in found if kernel[1] > shared]
     # Weights are loaded 16 bytes at a time: what is loaded number by number is at most a norm's weight.
+    if target[0] == "cuda":  # weights are asked for before the launch may begin
+        assert all(kernel[3] >= 1 and kernel[4] == 2 for kernel in compiled["linears"])
     weighty = ("gated_injection", "pair_write", "pair_scores", "verify_attention", "linears")
     assert not [kernel for name in weighty for kernel in compiled[name] if kernel[2] > 4]

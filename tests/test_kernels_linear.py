@@ -11,6 +11,9 @@ from dspine_hf import fast_linear, fast_target, kernels
 from dspine_hf.ops_dspine import find_kernels
 
 pytestmark = pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+if kernels.available("cpu"):
+    from dspine_hf.kernels import linear
+    from dspine_hf.kernels._runtime import early_options
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
@@ -41,6 +44,40 @@ def test_what_does_not_fit_is_refused():
         kernels.linears(torch.zeros(2, 8), [])
     with pytest.raises(ValueError, match="one shape"):
         kernels.gated_linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(5, 8))
+
+
+@pytest.mark.parametrize(("shape", "gated"), [
+    ((4096, 4096), False), ((4096, 12288), False), ((12288, 4096), True), ((151936, 4096), False), ((576, 576), False),
+    ((100, 72), True),
+])  # fmt: skip
+def test_weights_asked_for_early_are_the_programs_own_and_few(shape, gated):
+    N, K = shape
+    W = torch.empty(N, K, dtype=torch.bfloat16, device="meta")
+    tiles = linear.launch_shape(16, N, K, W.dtype, W.device, gated)
+    programs, parts = -(-N // tiles["BLOCK_N"]), 128 // tiles["BLOCK_N"]
+    AHEAD = linear.ahead([W] * (1 + gated), tiles, programs, True, gated)
+    assert AHEAD > 0 and AHEAD % 8 == 0 and parts * AHEAD <= K  # 16 bytes at a time, inside of a row
+    asked = 2 * AHEAD * 128 * (1 + gated) * min(programs, linear.AHEAD_PROGRAMS)
+    assert asked <= linear.AHEAD_BYTES
+    assert linear.ahead([W], tiles, programs, False, gated) == 0
+
+
+def test_weights_whose_rows_do_not_begin_at_16_bytes_are_not_asked_for_early():
+    whole = torch.empty(40 * 64 + 1, dtype=torch.bfloat16)
+    tiles = {"BLOCK_N": 32}
+    assert linear.ahead([whole[:-1].view(40, 64)], tiles, 2, True, False)
+    assert not linear.ahead([whole[1:].view(40, 64)], tiles, 2, True, False)
+    assert not linear.ahead([whole[: 40 * 60].view(40, 60)], tiles, 2, True, False)
+    assert not linear.ahead([torch.empty(40, 64)], tiles, 2, True, False)
+
+
+def test_launches_wait_first_where_torch_compile_launches_early_too(monkeypatch):
+    import torch._inductor.config as inductor
+
+    monkeypatch.setattr(inductor.triton, "enable_pdl", False)
+    assert early_options(False) == {"PDL": 0} and early_options(True)["PDL"] == 1
+    monkeypatch.setattr(inductor.triton, "enable_pdl", True)
+    assert early_options(True)["PDL"] == 2 and early_options(False) == {"PDL": 0}
 
 
 def tiny(dtype, bias=False):

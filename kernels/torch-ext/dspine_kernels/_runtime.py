@@ -1,6 +1,7 @@
 """Whether and where the kernels can run, and the small sums that every launch needs."""
 
 import os
+import sys
 
 import torch
 
@@ -61,9 +62,17 @@ def early_launches(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
-def early_options(pdl: bool) -> dict[str, bool]:
-    """How a kernel with a PDL argument is launched."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+def early_options(pdl: bool) -> dict[str, int]:
+    """How a kernel with a PDL argument is launched.
+
+    Where torch.compile launches its kernels early too, they wait for the launch before them only if they read what it
+    wrote. So no launch may then begin before all but the last one have ended: PDL = 2, see `_tiles.start_early`.
+    """
+    if not pdl:
+        return {"PDL": 0}
+    inductor = sys.modules.get("torch._inductor.config")
+    others = getattr(getattr(inductor, "triton", None), "enable_pdl", False)
+    return {"PDL": 2 if others else 1, "launch_pdl": True}
 
 
 def refuse_unlike(**tensors: torch.Tensor) -> None:

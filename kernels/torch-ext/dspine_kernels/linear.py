@@ -1,7 +1,8 @@
 """Products of a few rows with up to three weights in one launch, for verification and draft passes: x W^T each.
 
 Such a product is as fast as its weights are read. So every program reads whole rows of one weight, which are never
-split and never added up again, and the weights that share an input share a launch. Sums are fp32.
+split and never added up again, and the weights that share an input share a launch. Sums are fp32. With PDL a program
+asks the L2 cache for weights while the launch before it, which computes x, still runs and leaves the memory idle.
 """
 
 from typing import Any
@@ -12,17 +13,19 @@ import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
-from ._tiles import product, product_options, start_early
+from ._tiles import fetch_early, product, product_options, start_early
 
 MAX_ROWS = 64
 MAX_WEIGHTS = 3
+AHEAD_BYTES = 24 * 2**20  # of weights asked for before their launch may begin: half of a Hopper's L2 cache
+AHEAD_PROGRAMS = 264  # that wait for it, two per multiprocessor
 
 
 @triton.jit
 def _linears_kernel(
     x_ptr, W0, W1, W2, y0, y1, y2, N0, N1, N2, tiles0, tiles1, M, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N columns of the product with one of the weights, for all rows."""
     tile = tl.program_id(0)
@@ -35,6 +38,8 @@ def _linears_kernel(
     x_at = x_ptr + m[:, None] * K + k[None, :]
     W_at = W + n.to(tl.int64)[:, None] * K + k[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        fetch_early(W, tile * BLOCK_N, N, K, BLOCK_N, AHEAD)
     start_early(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = (start + k < K)[None, :]
@@ -49,7 +54,7 @@ def _linears_kernel(
 def _gated_kernel(
     x_ptr, G, U, y_ptr, N, M, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
-    UPCAST: tl.constexpr,
+    UPCAST: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_N columns of silu(x G^T) * (x U^T), for all rows, rounded as separate operations are."""
     m, n = tl.arange(0, BLOCK_M), tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -58,6 +63,9 @@ def _gated_kernel(
     at = n.to(tl.int64)[:, None] * K + k[None, :]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if AHEAD:
+        fetch_early(G, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, AHEAD)
+        fetch_early(U, tl.program_id(0) * BLOCK_N, N, K, BLOCK_N, AHEAD)
     start_early(PDL)
     for start in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         inside = (start + k < K)[None, :]
@@ -91,6 +99,19 @@ def launch_shape(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devic
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": 4}
 
 
+def ahead(weights: list[torch.Tensor], shape: dict[str, Any], programs: int, pdl: bool, gated: bool) -> int:
+    """AHEAD of [`_tiles.fetch_early`]: numbers of every piece of a program's weights that it asks for; 0: none.
+
+    Args:
+        weights: [N, K] each, dense. shape: of [`launch_shape`]. programs: of the launch.
+    """
+    K, parts = weights[0].shape[1], 128 // shape["BLOCK_N"]
+    if not pdl or K % 8 or any(W.element_size() != 2 or W.data_ptr() % 16 for W in weights):
+        return 0
+    share = AHEAD_BYTES // (min(programs, AHEAD_PROGRAMS) * 128 * 2 * (1 + gated))
+    return min(share, K // parts) // 8 * 8
+
+
 @torch.library.custom_op(
     add_op_namespace_prefix("linears"), mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor[]"
 )
@@ -98,10 +119,12 @@ def _linears(x, weights):
     M, K = x.shape
     outputs = [x.new_empty(M, len(W)) for W in weights]
     shape = launch_shape(M, sum(map(len, weights)), K, x.dtype, x.device, False)
-    options = early_options(early_launches(x.device)) | product_options(x.dtype)
+    pdl = early_launches(x.device)
+    options = early_options(pdl) | product_options(x.dtype)
     W, y = (list(column) + [column[0]] * (MAX_WEIGHTS - len(weights)) for column in (weights, outputs))
     N = [len(w) for w in weights] + [0] * (MAX_WEIGHTS - len(weights))
     tiles = [triton.cdiv(n, shape["BLOCK_N"]) for n in N]
+    options["AHEAD"] = ahead(weights, shape, sum(tiles), pdl, False)
     if M:
         _linears_kernel[(sum(tiles),)](x, *W, *y, *N, *tiles[:2], M, K, **shape, **options)
     return outputs
@@ -118,10 +141,12 @@ def _(x, weights):
 def _gated_linear(x, gate, up):
     (M, K), N = x.shape, len(gate)
     out = x.new_empty(M, N)
-    options = early_options(early_launches(x.device)) | product_options(x.dtype)
-    shape = launch_shape(M, N, K, x.dtype, x.device, True)
+    pdl, shape = early_launches(x.device), launch_shape(M, N, K, x.dtype, x.device, True)
+    programs = triton.cdiv(N, shape["BLOCK_N"])
+    options = early_options(pdl) | product_options(x.dtype)
+    options["AHEAD"] = ahead([gate, up], shape, programs, pdl, True)
     if M:
-        _gated_kernel[(triton.cdiv(N, shape["BLOCK_N"]),)](x, gate, up, out, N, M, K, **shape, **options)
+        _gated_kernel[(programs,)](x, gate, up, out, N, M, K, **shape, **options)
     return out
 
 
