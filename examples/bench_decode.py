@@ -4,8 +4,10 @@
     python examples/bench_decode.py --shapes qwen3-8b --device cuda --fused --out 8b.json   # random weights of a size
 
 At batch 1 the prompts are answered one after another, else in full batches. Ways take turns; the two of transformers
-run once per prompt, the loop's `--repeats` times. Peak memory is that of a way's first call, with nothing kept from
-another one. With `--seconds` it stops in time and writes what it has; the file is written after every case.
+run once per prompt, the loop's `--repeats` times after one time that does not count. Runs that captured a graph or
+compiled something all the same are named ("unsettled") and left out of the figures. Peak memory is that of a way's
+first call, with nothing kept from another one. With `--seconds` it stops in time and writes what it has; the file is
+written after every case.
 
 Then single passes behind a context: a draft, verifications of 1..16 rows, whole rounds; beside them the floor, the
 bytes of the weights at the bandwidth of a copy. Random weights accept nothing: their rounds give the speed-up at any
@@ -22,6 +24,7 @@ import torch
 from decode_cases import SHAPES, batches_of, load, new_tokens, synchronise, timed
 from rich.console import Console
 from rich.table import Table
+from torch._dynamo.utils import counters
 
 import dspine_hf
 from dspine_hf import graphs
@@ -106,25 +109,37 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     for name, run in ways.items():
         if time.monotonic() < args.end:
             figures[name] |= first_call(args, target, run, batches[0])
-    for repeat in range(args.repeats):
+    for repeat in range(-1, args.repeats):
         for number, inputs in enumerate(batches):
             for name, run in ways.items():
                 left_out = repeat or (args.hf_batches is not None and number >= args.hf_batches)
                 if (name in HF_WAYS and left_out) or time.monotonic() > args.end:
                     continue
+                before = preparations()
                 synchronise(args.device)
                 began = time.perf_counter()
                 out = run(inputs)
                 synchronise(args.device)
                 seconds = time.perf_counter() - began
+                if repeat < 0:
+                    continue
                 texts[name][number] = new_tokens(out, inputs["input_ids"].shape[1], target)
-                note(figures[name], number, sum(map(len, texts[name][number])), seconds)
+                count = sum(map(len, texts[name][number]))
+                if preparations() != before:
+                    figures[name].setdefault("unsettled", []).append([repeat, number, count / seconds])
+                    continue
+                note(figures[name], number, count, seconds)
                 if name not in (PLAIN, STATIC):
                     stats = drafter.generation_stats
                     figures[name]["acceptances"] = [*figures[name].get("acceptances", []), stats.acceptance_length]
     finish(figures, texts, drafter, greedy=not temperature)
     graphs.release(target)
     return {name: found for name, found in figures.items() if found["runs"]}
+
+
+def preparations() -> tuple[int, int]:
+    """How many graphs were captured and how many compiled in this process so far."""
+    return graphs.Kept.captures, counters["stats"]["unique_graphs"]
 
 
 def note(found: dict, number: int, count: int, seconds: float) -> None:

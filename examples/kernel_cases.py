@@ -125,7 +125,7 @@ def draft_call(
                 layer.injection.U.weight.normal_(std=0.02)
         drafter.transfer.W.normal_(std=p.d**-0.5)
         drafter.to(dtype)
-        view, rows, seen = drafter.bind_target(target), p.keys - p.B, {}
+        view, rows, seen = drafter.bind_target(target).tabulated(), p.keys - p.B, {}
         cache = RaggedDraftCache(config.num_hidden_layers, p.keys)  # as in the fast loop
         cache.places = Places(torch.arange(rows).unsqueeze(0), rows, 0)
         features = torch.randn(1, rows, len(config.target_layer_ids) * p.d, dtype=dtype)

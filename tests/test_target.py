@@ -8,8 +8,9 @@ import weakref
 import pytest
 import torch
 
+import dspine_hf
 from drafter_cases import tiny_drafter, tiny_target
-from dspine_hf import DSpineDraftModel
+from dspine_hf import DSpineDraftModel, target_dspine
 from helpers.families import FAMILIES, OTHER_INPUTS, RECURRENT, VOCABULARY, family_target
 
 # FalconH1 is refused as a target of generate(); its head has a scale of its own all the same.
@@ -154,6 +155,40 @@ def test_a_drafter_without_fingerprint_accepts_any_target_of_its_shapes():
     drafter = tiny_drafter(tiny_target())
     drafter.fingerprint.zero_()
     assert warnings_of(drafter, tiny_target(5)) == []
+
+
+def test_a_table_of_features_is_that_of_the_weights_as_they_are_now(monkeypatch):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    ids = torch.tensor([[3, 0], [5, 5]])
+    assert drafter.bind_target(target).tabulated()._table is None  # a CPU computes them
+    monkeypatch.setattr(target_dspine, "TABLE_DEVICES", ("cpu",))
+    monkeypatch.setattr(target_dspine, "TABLE_ROWS", 7)
+    assert drafter.bind_target(target).tabulated(most=1)._table is None
+    view = drafter.bind_target(target).tabulated()
+    torch.testing.assert_close(view.phi(ids), drafter.bind_target(target).phi(ids), rtol=1e-5, atol=1e-5)
+    assert drafter.bind_target(target).tabulated()._table is view._table is target_dspine.table_of(drafter)
+    with torch.no_grad():
+        target.get_output_embeddings().weight.mul_(-1)
+    for model in (target, tiny_target()):  # changed in place; another one
+        found, exact = drafter.bind_target(model).tabulated().phi(ids), drafter.bind_target(model).phi(ids)
+        torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+    assert not torch.equal(drafter.bind_target(target).tabulated().phi(ids), view.phi(ids))
+    half = drafter.to(torch.bfloat16)
+    assert half.bind_target(target).tabulated()._table.dtype is torch.bfloat16
+
+
+def test_the_fast_loop_with_a_table_drafts_the_same(monkeypatch):
+    target = tiny_target()
+    drafter = tiny_drafter(target)
+    ids = torch.randint(5, 40, (1, 6))
+    texts, rounds = [], []
+    for devices in ((), ("cpu",)):
+        monkeypatch.setattr(target_dspine, "TABLE_DEVICES", devices)
+        texts.append(dspine_hf.generate(target, drafter, ids, max_new_tokens=12, do_sample=False))
+        rounds.append(drafter.generation_stats.acceptance_length)
+    assert target_dspine.table_of(drafter) is not None
+    assert torch.equal(*texts) and rounds[0] == rounds[1]
 
 
 def test_a_check_keeps_no_target_alive():

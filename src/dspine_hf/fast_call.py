@@ -102,8 +102,8 @@ class FastCall:
         if self.device.type == "meta":
             self.device = input_ids.device
         self.max_slots = 0 if drafter is None else longest_draft(drafter, config)
-        self.lengths = [self.prompt_length] * self.batch
-        self.done = [False] * self.batch
+        self.view = None if drafter is None else drafter.bind_target(target).tabulated()
+        self.lengths, self.done = [self.prompt_length] * self.batch, [False] * self.batch
         self.log = RoundLog(self.batch)
         self.mask = model_kwargs.get("attention_mask")
         self.mask = None if self.mask is None else self.mask.to(self.device)
@@ -211,7 +211,7 @@ class FastCall:
         attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
-            rounds.drafter, rounds.view = self.drafter, self.drafter.bind_target(self.target)
+            rounds.drafter, rounds.view = self.drafter, self.view
             rounds.attend = own.verify_attention if fused and asked else None
             rounds.widths = self.options.widths
         rounds.compiled = self.options.compiled

@@ -10,14 +10,14 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from .fast_round import Rounds
 from .fast_walk import Chain
 from .static_cache import column_bucket
-from .target_dspine import slots_within_positions
+from .target_dspine import slots_within_positions, table_of
 
 WARM_UPS = 2
 CAPACITY_STEP = 256
@@ -69,6 +69,7 @@ class Kept:
     rounds: Rounds
     recordings: dict[tuple, Recording] = field(default_factory=dict)
     pool: Any = None
+    captures: ClassVar[int] = 0  # of this process, for measurements
 
     def cleared(self) -> Rounds:
         """The state with empty caches: what no mask shows counts for nothing only while it is finite."""
@@ -132,6 +133,7 @@ class GraphedRounds:
                 except RuntimeError as error:
                     raise CaptureFailed(str(error)) from error
             self._kept.recordings[key] = found
+            Kept.captures += 1
         found.replay()
         return found.result
 
@@ -186,6 +188,8 @@ def state_of(*models: Any) -> int:
         for module in model.modules():
             found = vars(module)
             parts += [repr(found[name]) for name in _OF_ADAPTERS if name in found]
+        table = table_of(model)
+        parts += [] if table is None else [table.data_ptr()]
     return hash(tuple(parts))
 
 

@@ -1,5 +1,6 @@
 """What a drafter needs of its target: input embeddings, output head, and the check that it is the right one."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,9 @@ from .transfer_dspine import TransferSpace
 
 # Shared-out weights that a drafter reads whole, with their versions: one copy per process while the weight lives.
 _GATHERED: Any = WeakIdKeyDictionary()
+# By W of a transfer space: the head, the versions and the dtype that its table was made of, and the table.
+_TABLES: Any = WeakIdKeyDictionary()
+TABLE_DEVICES, TABLE_BYTES, TABLE_ROWS = ("cuda",), 2**28, 8192
 FINGERPRINT_ROWS = 16
 FINGERPRINT_CORRELATION = 0.8
 
@@ -36,6 +40,7 @@ class TargetView:
         self._config = config
         self._transfer = transfer
         self._dtype, self._device = dtype, device
+        self._table: torch.Tensor | None = None
 
     @property
     def head_weight(self) -> torch.Tensor:
@@ -63,7 +68,27 @@ class TargetView:
 
     def phi(self, ids: torch.Tensor) -> torch.Tensor:
         """Transfer features of tokens: [..] -> [.., r], fp32."""
+        if self._table is not None:
+            return F.embedding(ids.to(self._device), self._table).float()
         return self._transfer(self.rows(ids))
+
+    def tabulated(self, most: int = TABLE_BYTES) -> "TargetView":
+        """
+        This view, on a CUDA device with phi of all tokens at hand: a look-up instead of a product.
+
+        The table [V, r], in the drafter's dtype, is made once and lives as long as the drafter, while neither model's
+        weights change. Writes round messages to that dtype anyway.
+
+        Args:
+            most: bytes; where the table takes more, there is none.
+        """
+        weight, W = self._weight, self._transfer.W
+        own = self._head is not None and self._head.weight is weight
+        at_hand = own and weight.device == W.device == self._device
+        fits = len(weight) * len(W) * self._dtype.itemsize <= most
+        if at_hand and fits and self._device.type in TABLE_DEVICES:
+            self._table = _features(weight, self._transfer, self._dtype)
+        return self
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Scores over the whole vocabulary: [.., d] -> [.., V], fp32, on the drafter's device."""
@@ -159,6 +184,26 @@ def _gathered(tensor: Any) -> torch.Tensor:
         whole = tensor.detach().full_tensor()
         _GATHERED[tensor] = tensor._version, whole
     return whole
+
+
+@torch.no_grad()
+def _features(weight: torch.Tensor, transfer: TransferSpace, dtype: torch.dtype) -> torch.Tensor | None:
+    """phi of the rows of `weight` [V, d] as a table [V, r], made once; None where changes cannot be noticed."""
+    parts = (weight, transfer.W, transfer.c)
+    if any(part.is_inference() for part in parts):
+        return None
+    found, versions, table = _TABLES.get(transfer.W, (lambda: None, None, None))
+    made_of = (*(part._version for part in parts), dtype)
+    if found() is not weight or versions != made_of:
+        table = torch.cat([transfer(rows).to(dtype) for rows in weight.split(TABLE_ROWS)])
+        _TABLES[transfer.W] = weakref.ref(weight), made_of, table
+    return table
+
+
+def table_of(model: Any) -> torch.Tensor | None:
+    """The table that [`TargetView.tabulated`] made for a drafter; None for one without, and for other models."""
+    transfer = getattr(model, "transfer", None)
+    return _TABLES.get(transfer.W, (None, None, None))[2] if isinstance(transfer, TransferSpace) else None
 
 
 def output_head(model: nn.Module) -> nn.Module:
