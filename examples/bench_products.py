@@ -36,6 +36,7 @@ TILES: dict[str, dict[str, int]] = {
     "long": {"BLOCK_K": 512, "STAGES": 3},
     "8 warps": {"num_warps": 8},
     "2 warps": {"num_warps": 2},
+    "nothing ahead": {"AHEAD": 0},
 }
 
 

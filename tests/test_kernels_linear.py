@@ -57,7 +57,7 @@ def test_weights_asked_for_early_are_the_programs_own_and_few(shape, gated):
     programs, parts = -(-N // tiles["BLOCK_N"]), 128 // tiles["BLOCK_N"]
     AHEAD = linear.ahead([W] * (1 + gated), tiles, programs, True, gated)
     assert AHEAD > 0 and AHEAD % 8 == 0 and parts * AHEAD <= K  # 16 bytes at a time, inside of a row
-    asked = 2 * AHEAD * 128 * (1 + gated) * min(programs, linear.AHEAD_PROGRAMS)
+    asked = 2 * AHEAD * 128 * (1 + gated) * min(programs, linear.EARLY_PROGRAMS.value)
     assert asked <= linear.AHEAD_BYTES
     assert linear.ahead([W], tiles, programs, False, gated) == 0
 

@@ -6,6 +6,8 @@ import triton.language as tl
 
 from ._runtime import INTERPRETED
 
+EARLY_PROGRAMS = tl.constexpr(264)  # of a launch that begins early: two per multiprocessor of an H200
+
 
 @triton.jit
 def start_early(PDL: tl.constexpr):
@@ -26,11 +28,12 @@ def fetch_early(W, first, N, K, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr):
     """Asks the L2 cache for the beginnings of BLOCK_N rows of the 16-bit weight W [N, K], from row `first` on.
 
     128 pieces of AHEAD numbers each, 128 // BLOCK_N a row: they lie one after another. Nothing waits for them.
+    Programs behind the first EARLY_PROGRAMS, which begin when others end, ask for nothing.
     """
     piece = tl.arange(0, 128)
     parts: tl.constexpr = 128 // BLOCK_N
     row, column = first + piece // parts, piece % parts * AHEAD
-    there = (row < N) & (column + AHEAD <= K)
+    there = (row < N) & (column + AHEAD <= K) & (tl.program_id(0) < EARLY_PROGRAMS)
     address = (W + row.to(tl.int64) * K + column).to(tl.int64)
     tl.inline_asm_elementwise(
         "{ .reg .pred p; setp.gt.u32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",

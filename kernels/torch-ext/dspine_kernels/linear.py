@@ -13,12 +13,11 @@ import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
-from ._tiles import fetch_early, product, product_options, start_early
+from ._tiles import EARLY_PROGRAMS, fetch_early, product, product_options, start_early
 
 MAX_ROWS = 64
 MAX_WEIGHTS = 3
 AHEAD_BYTES = 24 * 2**20  # of weights asked for before their launch may begin: half of a Hopper's L2 cache
-AHEAD_PROGRAMS = 264  # that wait for it, two per multiprocessor
 
 
 @triton.jit
@@ -108,7 +107,7 @@ def ahead(weights: list[torch.Tensor], shape: dict[str, Any], programs: int, pdl
     K, parts = weights[0].shape[1], 128 // shape["BLOCK_N"]
     if not pdl or K % 8 or any(W.element_size() != 2 or W.data_ptr() % 16 for W in weights):
         return 0
-    share = AHEAD_BYTES // (min(programs, AHEAD_PROGRAMS) * 128 * 2 * (1 + gated))
+    share = AHEAD_BYTES // (min(programs, EARLY_PROGRAMS.value) * 128 * 2 * (1 + gated))
     return min(share, K // parts) // 8 * 8
 
 
@@ -124,7 +123,7 @@ def _linears(x, weights):
     W, y = (list(column) + [column[0]] * (MAX_WEIGHTS - len(weights)) for column in (weights, outputs))
     N = [len(w) for w in weights] + [0] * (MAX_WEIGHTS - len(weights))
     tiles = [triton.cdiv(n, shape["BLOCK_N"]) for n in N]
-    options["AHEAD"] = ahead(weights, shape, sum(tiles), pdl, False)
+    shape = {"AHEAD": ahead(weights, shape, sum(tiles), pdl, False), **shape}
     if M:
         _linears_kernel[(sum(tiles),)](x, *W, *y, *N, *tiles[:2], M, K, **shape, **options)
     return outputs
@@ -144,7 +143,7 @@ def _gated_linear(x, gate, up):
     pdl, shape = early_launches(x.device), launch_shape(M, N, K, x.dtype, x.device, True)
     programs = triton.cdiv(N, shape["BLOCK_N"])
     options = early_options(pdl) | product_options(x.dtype)
-    options["AHEAD"] = ahead([gate, up], shape, programs, pdl, True)
+    shape = {"AHEAD": ahead([gate, up], shape, programs, pdl, True), **shape}
     if M:
         _gated_kernel[(programs,)](x, gate, up, out, N, M, K, **shape, **options)
     return out
