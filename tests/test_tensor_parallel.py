@@ -44,10 +44,14 @@ def test_the_weights_are_shared_out(results):
     assert [result["shared_out"] for result in results] == [False, True, True]
 
 
+def test_a_head_that_was_gathered_in_inference_mode_serves_training_too(results):
+    assert all(result["may train"] for result in results)
+
+
 def test_every_process_gives_the_text_of_the_whole_target(results):
     whole, *shared = results
     for result in shared:
         assert result["texts"] == whole["texts"]
     for row in whole["texts"]:
-        assert row["drafted"] == row["loop"] == row["plain"]
+        assert row["drafted"] == row["in inference mode"] == row["loop"] == row["plain"]
     assert sum(row["accepted"] for row in whole["texts"]) > 0

@@ -179,10 +179,12 @@ def resident(module: Any, name: str) -> Any:
 
 
 def _gathered(tensor: Any) -> torch.Tensor:
+    found = None if tensor.is_inference() else tensor._version
     version, whole = _GATHERED.get(tensor, (None, None))
-    if whole is None or version != tensor._version:
-        whole = tensor.detach().full_tensor()
-        _GATHERED[tensor] = tensor._version, whole
+    if whole is None or version != found:
+        with torch.inference_mode(False), torch.no_grad():  # a later call may train with what this one gathers
+            whole = tensor.full_tensor()
+        _GATHERED[tensor] = found, whole
     return whole
 
 

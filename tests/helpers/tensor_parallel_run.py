@@ -12,12 +12,14 @@ import dspine_hf
 
 
 def texts(target, drafter, prompts: list[list[int]]) -> list[dict]:
-    """Every prompt plainly, drafted and in the fast loop, greedy; and how many drafts were accepted."""
+    """Every prompt plainly, drafted (in inference mode first) and in the fast loop, greedy; and the accepted drafts."""
     found = []
     for prompt in prompts:
         options = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones(1, len(prompt)).long()}
         ids = torch.tensor([prompt])
         row = {"plain": target.generate(ids, **options).tolist()}
+        with torch.inference_mode():
+            row["in inference mode"] = target.generate(ids, **options, assistant_model=drafter).tolist()
         row["drafted"] = target.generate(ids, **options, assistant_model=drafter).tolist()
         row["accepted"] = drafter.generation_stats.accepted
         row["loop"] = dspine_hf.generate(target, drafter, ids, **options).tolist()
@@ -33,6 +35,7 @@ def main() -> None:
     shared_out = hasattr(target.get_output_embeddings().weight, "full_tensor")
     prompts = json.loads((folder / "prompts.json").read_text())
     result = {"shared_out": shared_out, "texts": texts(target, drafter, prompts)}
+    result["may train"] = not drafter.bind_target(target).head_weight.is_inference()
     out.with_suffix(f".{os.environ.get('RANK', 0)}").write_text(json.dumps(result))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
