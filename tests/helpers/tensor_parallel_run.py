@@ -12,7 +12,7 @@ import dspine_hf
 
 
 def texts(target, drafter, prompts: list[list[int]]) -> list[dict]:
-    """Every prompt plainly, drafted (in inference mode first) and in the fast loop, greedy; and the accepted drafts."""
+    """Every prompt plainly, drafted (first in inference mode) and in the fast loop, greedy; and what was accepted."""
     found = []
     for prompt in prompts:
         options = {"do_sample": False, "max_new_tokens": 24, "attention_mask": torch.ones(1, len(prompt)).long()}
