@@ -1,7 +1,8 @@
 """Time a pass's products of few rows against torch's: python examples/bench_products.py --rows 1 16 --out found.json
 
-Each at the shapes of Qwen3-8B, as the fast loop with compiled="fused" calls it: torch's separate products, the kernel,
-and the kernel with other tiles. Beside the microseconds stands the share of a copy's bandwidth at which weights come.
+Each at the shapes of Qwen3-8B, and at SmolLM2-135M's (narrow), as the fast loop with compiled="fused" calls it:
+torch's separate products, the kernel, and the kernel with other tiles. Beside the microseconds stands the share of a copy's
+bandwidth at which weights come.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
 """
 
@@ -26,6 +27,9 @@ PRODUCTS = {
     "gate, up": (4096, (12288, 12288)),
     "down": (12288, (4096,)),
     "head": (4096, (151936,)),
+    "narrow q, k, v": (576, (576, 192, 192)),
+    "narrow gate, up": (576, (1536, 1536)),
+    "narrow down": (1536, (576,)),
 }
 TINY = {"q, k, v": (48, (40, 24, 24)), "gate, up": (40, (50, 50))}
 TILES: dict[str, dict[str, int]] = {
@@ -55,7 +59,7 @@ def rows_of(kernels: Any, rows: int, products: dict, options: argparse.Namespace
         return [kernels.gated_linear(x, *weights)] if gated else kernels.linears(x, weights)
 
     for name, (width, sizes) in products.items():
-        gated, moved = name == "gate, up", 2 * width * sum(sizes)
+        gated, moved = name.endswith("gate, up"), 2 * width * sum(sizes)
         drawn = {"dtype": torch.bfloat16, "device": options.device}
         copies = 2 if options.tiny else max(2, int(CACHE_BYTES // moved) + 1)
         cases = [[torch.randn(n, width, **drawn) * width**-0.5 for n in sizes] for _ in range(copies)]

@@ -64,11 +64,13 @@ for rows in (1, 16, 60):
     dspine_kernels.linears(x, [W, K, K])
     dspine_kernels.linears(x, [torch.empty(20000, 4096, dtype=torch.bfloat16)])
     dspine_kernels.gated_linear(x, W, W)
-    dspine_kernels.linears(torch.empty(rows, 576, dtype=torch.bfloat16), [torch.empty(576, 576, dtype=torch.bfloat16)])
+    x, W = (torch.empty(n, 576, dtype=torch.bfloat16) for n in (2 * rows, 576))
+    dspine_kernels.linears(x, [W])
+    dspine_kernels.gated_linear(x, W, W)
 operation = "linears, others early too"
 import torch._inductor.config
 torch._inductor.config.triton.enable_pdl = True
-dspine_kernels.linears(x, [W, K, K])
+dspine_kernels.linears(x, [W])
 print(json.dumps(compiled))
 """
 

@@ -18,7 +18,9 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "width", "sizes"), [(1, 40, (24,)), (7, 33, (5, 70, 16)), (20, 300, (33, 64))])
+@pytest.mark.parametrize(("rows", "width", "sizes"), [
+    (1, 40, (24,)), (7, 33, (5, 70, 16)), (20, 300, (33, 64)), (97, 70, (33,)),
+])  # fmt: skip
 def test_products_of_several_weights_are_torchs(dtype, rows, width, sizes):
     x = torch.randn(rows, width).to(dtype)
     weights = [torch.randn(n, width).to(dtype) for n in sizes]
@@ -28,7 +30,7 @@ def test_products_of_several_weights_are_torchs(dtype, rows, width, sizes):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("rows", "width", "size"), [(1, 40, 24), (7, 33, 70), (20, 130, 33)])
+@pytest.mark.parametrize(("rows", "width", "size"), [(1, 40, 24), (7, 33, 70), (20, 130, 33), (97, 70, 33)])
 def test_a_gated_product_is_torchs(dtype, rows, width, size):
     x = torch.randn(1, rows, width).to(dtype)
     gate, up = (torch.randn(size, width).to(dtype) * width**-0.5 for _ in range(2))
@@ -38,8 +40,8 @@ def test_a_gated_product_is_torchs(dtype, rows, width, size):
 
 
 def test_what_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="at most 64 rows"):
-        kernels.linears(torch.zeros(65, 8), [torch.zeros(4, 8)])
+    with pytest.raises(ValueError, match="at most 128 rows"):
+        kernels.linears(torch.zeros(129, 8), [torch.zeros(4, 8)])
     with pytest.raises(ValueError, match="1 to 3 weights"):
         kernels.linears(torch.zeros(2, 8), [])
     with pytest.raises(ValueError, match="one shape"):
@@ -114,11 +116,18 @@ def test_a_models_products_share_launches_by_their_input_and_give_its_logits(mon
 
 
 @pytest.mark.parametrize(("dtype", "rows", "bias", "left"), [
-    (torch.float32, 6, False, 15), (torch.bfloat16, 65, False, 15), (torch.bfloat16, 6, True, 8),
+    (torch.float32, 6, False, 15), (torch.bfloat16, 129, False, 15), (torch.bfloat16, 6, True, 8),
 ])  # fmt: skip
 def test_other_products_stay_as_they_are(dtype, rows, bias, left, monkeypatch):
     target, ids = tiny(dtype, bias), torch.randint(97, (1, rows))
     assert calls(target, ids, monkeypatch)[2] == left
+
+
+def test_more_rows_are_taken_where_they_are_short(monkeypatch):
+    target, ids = tiny(torch.bfloat16), torch.randint(97, (1, 65))
+    assert calls(target, ids, monkeypatch)[2] == 0
+    monkeypatch.setattr(fast_linear, "NARROW", 32)  # attention's outputs and SwiGLU's are wider
+    assert calls(target, ids, monkeypatch)[2] == 2 * 2
 
 
 def test_a_call_writes_the_text_of_the_plain_loop(monkeypatch):

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from .ops_dspine import find_kernels
 
-MAX_ROWS = 64
+MAX_ROWS, MAX_NARROW_ROWS = 64, 128
+NARROW = 2048  # every program reads all of x, which costs little where rows are so short
 MAX_WEIGHTS = 3
 LINEARS = {F.linear, torch._C._nn.linear}
 SILUS = {F.silu, torch._C._nn.silu}
@@ -63,8 +64,8 @@ def _is_product(node: torch.fx.Node) -> bool:
     if x is None or weight is None or node.args[1].op not in ("placeholder", "get_attr"):
         return False
     fits = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16) and weight.is_contiguous()
-    rows = x.numel() // x.shape[-1]
-    return fits and x.device == weight.device and 0 < rows <= MAX_ROWS and _run_on(x.device.type)
+    rows, most = x.numel() // x.shape[-1], MAX_NARROW_ROWS if x.shape[-1] <= NARROW else MAX_ROWS
+    return fits and x.device == weight.device and 0 < rows <= most and _run_on(x.device.type)
 
 
 @cache

@@ -15,7 +15,7 @@ from ._ops import add_op_namespace_prefix, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import EARLY_PROGRAMS, fetch_early, product, product_options, start_early
 
-MAX_ROWS = 64
+MAX_ROWS = 128
 MAX_WEIGHTS = 3
 AHEAD_BYTES = 24 * 2**20  # of weights asked for before their launch may begin: half of a Hopper's L2 cache
 
@@ -91,7 +91,8 @@ def launch_shape(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devic
     block_m = max(16, next_power_of_2(M))
     block_n = 64 if N >= 16384 and not gated else 32
     weights = block_n * (2 if gated else 1)
-    block_k = min(256 if block_m == 16 and weights == 32 else 128, max(16, next_power_of_2(K)))
+    block_k = 256 if block_m == 16 and weights == 32 else 128 if block_m <= 64 else 64
+    block_k = min(block_k, max(16, next_power_of_2(K)))
     # Two programs per multiprocessor: as many bytes in flight as fit beside each other.
     room = 110_000 if torch.version.hip is None else 60_000
     stages = max(2, min(6, room // (2 * block_k * (block_m + weights))))
@@ -172,7 +173,7 @@ def linears(x: torch.Tensor, weights: list[torch.Tensor]) -> list[torch.Tensor]:
     """x W^T for up to three weights.
 
     Args:
-        x: [.., K], at most 64 rows in all.
+        x: [.., K], at most 128 rows in all.
         weights: each [N, K], dense, in x's dtype.
 
     Returns:
@@ -190,7 +191,7 @@ def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch
     """silu(x gate^T) * (x up^T): the first half of a SwiGLU.
 
     Args:
-        x: [.., K], at most 64 rows in all. gate, up: [N, K], dense, in x's dtype.
+        x: [.., K], at most 128 rows in all. gate, up: [N, K], dense, in x's dtype.
 
     Returns:
         [.., N].
