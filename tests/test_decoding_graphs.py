@@ -11,6 +11,7 @@ import torch
 import dspine_hf
 from dspine_hf import decoding, fast_call, graphs
 from dspine_hf.fast_call import Options
+from dspine_hf.fast_tree import Tree
 from dspine_hf.fast_walk import Chain
 from dspine_hf.graphs import Recording, column_bucket, draft_lengths, signature
 from dspine_hf.ops_dspine import EAGER
@@ -44,10 +45,9 @@ class Recorder:
 def copy_into(kept, fresh):
     if isinstance(kept, torch.Tensor):
         kept.copy_(fresh)
-    elif isinstance(kept, Chain):
-        for name, tensor in vars(kept).items():
-            if tensor is not None:
-                tensor.copy_(getattr(fresh, name))
+    elif isinstance(kept, (Chain, Tree)):
+        for name, value in vars(kept).items():
+            copy_into(value, getattr(fresh, name))
 
 
 @pytest.fixture
@@ -85,6 +85,16 @@ def test_text_is_plain_text_and_later_calls_replay_what_the_first_recorded(case,
     )
     assert len(graphs._KEPT[target]) == 1  # another prompt, the same state and graphs
     assert recorder.recorded <= 5  # the draft, and passes of 1, 2, 4 and 6 rows
+
+
+def test_a_tree_is_recorded_like_a_chain_and_apart_from_it(case, recorder):
+    target, drafter, texts, _ = case
+    ids, mask = padded(texts)
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    plain = target.generate(ids, **options)
+    for nodes, graphs_so_far in ((9, 2), (9, 2), (5, 4), (None, 6)):
+        assert torch.equal(dspine_hf.generate(target, drafter, ids, tree_nodes=nodes, **options), plain)
+        assert recorder.recorded <= graphs_so_far
 
 
 def test_a_shorter_text_takes_the_larger_caches_that_are_there(case, recorder):

@@ -32,6 +32,7 @@ class Options:
     Attributes:
         streamer: the user's, or None.
         widths: K and S of the call; None: the drafter's.
+        tree_nodes: how many drafted tokens a tree has; 0: drafts are chains.
         clock: what `adaptive` measures rounds with, in seconds.
         recorder: captures a function as a graph.
     """
@@ -42,6 +43,7 @@ class Options:
     compiled: bool | str = False
     fused_attention: bool | None = None
     widths: tuple[int | None, int | None] = (None, None)
+    tree_nodes: int = 0
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
 
@@ -117,15 +119,15 @@ class FastCall:
         if given is None:
             real = torch.ones_like(self.prompts) if self.mask is None else self.mask
             given = (real.long().cumsum(-1) - 1).clamp(min=0)
-        given = given[0] if given.dim() == 3 else given
-        return given.to(self.device).expand(self.batch, -1)
+        return (given[0] if given.dim() == 3 else given).to(self.device).expand(self.batch, -1)
 
     # ---- what lives on the device -----------------------------------------------------------------------------
 
     def _prepare(self, model_kwargs: dict[str, Any]) -> None:
         """Takes the device's state of an earlier call with the same shapes, or makes it."""
-        block = 1 if self.drafter is None else 1 + self.drafter.config.num_draft_slots
-        capacity, key = self.criteria.max_length + block, None
+        slots = 0 if self.drafter is None else self.drafter.config.num_draft_slots
+        self._behind = max(slots, self.options.tree_nodes)  # columns behind the anchor that a round writes
+        capacity, key = self.criteria.max_length + 1 + self._behind, None
         if self._records():
             capacity = -(-capacity // graphs.CAPACITY_STEP) * graphs.CAPACITY_STEP
             key = self._key()
@@ -170,7 +172,14 @@ class FastCall:
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, padded, eos, self.do_sample, self.max_slots)
         asked, eager = self.options, self.text_config._attn_implementation == "eager"
-        how = (torch.is_inference_mode_enabled(), asked.compiled, asked.fused_attention, asked.widths, eager)
+        how = (
+            torch.is_inference_mode_enabled(),
+            asked.compiled,
+            asked.fused_attention,
+            asked.widths,
+            eager,
+            asked.tree_nodes,
+        )
         signature = graphs.signature(self.processors)
         return (*shape, *how, signature, graphs.state_of(self.target, self.drafter))
 
@@ -213,7 +222,7 @@ class FastCall:
             taps = FeatureTaps(self.target, self.drafter.config.target_layer_ids, False)
             rounds.drafter, rounds.view = self.drafter, self.view
             rounds.attend = own.verify_attention if fused and asked else None
-            rounds.widths = self.options.widths
+            rounds.widths, rounds.nodes = self.options.widths, self.options.tree_nodes
         rounds.compiled = self.options.compiled
         rounds.passes.attach(self.target, taps, attend, rounds.compiled)
 
@@ -304,7 +313,7 @@ class FastCall:
         rounds.chain = None
         if not slots or (fast and self.policy is not None and not self.policy.wants_draft()):
             return Draft(0, processors, fast, nothing)
-        columns = max(self.lengths) + ahead + rounds.drafter.config.num_draft_slots
+        columns = max(self.lengths) + ahead + self._behind
         if self._replay(lambda graphed: graphed.draft(columns)) is not None or (ahead and self.graphed is None):
             return Draft(slots, processors, True, nothing)
         block = rounds.draft(processors if fast else None, columns, self._shared_column())
@@ -325,7 +334,7 @@ class FastCall:
 
     def _verify(self, draft: Draft, kept: int) -> torch.Tensor:
         """Runs the target over `kept` drafts of every row; see [`Rows.append`] for what it returns."""
-        rounds, columns = self.rounds, max(self.lengths) + kept
+        rounds, columns = self.rounds, max(self.lengths) + max(kept, self.options.tree_nodes)
         report = self._replay(lambda graphed: graphed.verify(kept, columns + 1 + self.max_slots))
         if report is not None:
             return report

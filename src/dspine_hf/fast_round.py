@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 from .fast_target import TargetPasses, compiled_method
+from .fast_tree import Tree, follow, grow
 from .fast_walk import Chain, SeenTokens, walk_batch, warp
 from .generation_dspine import first_slots
 from .layers_dspine import Limits
 from .ops_dspine import EAGER
 from .static_cache import Places, RaggedDraftCache, column_bucket
-from .walk_dspine import noise_like, sampling_options
+from .walk_dspine import noise_like, sampling_options, score_tables
 
 
 @dataclass
@@ -85,6 +86,8 @@ class Rounds:
         compiled: whether the drafter's passes go through torch.compile.
         widths: K and S of this call; None: the drafter's.
         attend: fused attention for drafts, as `ops_dspine.verify_attention`; None: there is none.
+        nodes: how many drafted tokens a tree has; 0: drafts are chains.
+        chain: the draft of this round.
     """
 
     passes: TargetPasses
@@ -98,6 +101,7 @@ class Rounds:
     compiled: bool | str = field(default=False, init=False)
     widths: tuple[int | None, int | None] = field(default=(None, None), init=False)
     attend: Any = field(default=None, init=False)
+    nodes: int = field(default=0, init=False)
     chain: Chain | None = field(default=None, init=False)
 
     def detach(self) -> None:
@@ -146,6 +150,8 @@ class Rounds:
         if processors is not None:
             ops = getattr(self.drafter, "ops", EAGER)
             self.chain = walk_batch(block, processors, rows.seen, self.do_sample, ops)
+            if self.nodes and not processors and not self.do_sample:
+                self.chain.tree = grow(block.candidates, *score_tables(block), self.nodes)
         return block
 
     def _draft_limits(self, places: Places) -> dict[str, Any]:
@@ -183,6 +189,8 @@ class Rounds:
         Returns:
             See [`Rows.append`].
         """
+        if self.chain is not None and self.chain.tree is not None and count == 1 + self.max_slots:
+            return self.verify_tree(self.chain.tree, columns, first)
         drafts = None if self.chain is None or count == 1 else self.chain.tokens[:, : count - 1]
         logits = self.target_logits(drafts, columns, first)
         if self.do_sample or processors:
@@ -205,9 +213,37 @@ class Rounds:
             self.extend(outputs, positions)
         return outputs.logits.to(anchor.device)
 
-    def extend(self, outputs: Any, positions: torch.Tensor, prompt: bool = False) -> None:
-        """A pass's features become context, those of rejected rows too: they are hidden until overwritten."""
+    def verify_tree(self, tree: Tree, columns: int, first: int | None) -> torch.Tensor:
+        """
+        Runs the target over the anchor and a tree, appends the branch that it takes and one token more, and moves the
+        branch's keys and values to where a chain's would be.
+
+        Returns:
+            See [`Rows.append`].
+        """
+        ids = torch.cat([self.rows.anchor, tree.tokens], dim=1)
+        places, positions = self._places(ids.shape[1], columns, first)
+        positions = positions[:, :1] + tree.depth
+        if self.last_position is not None:
+            positions = positions.clamp(max=self.last_position)
+        outputs = self.passes.verify(ids, positions, self.rows.start, self.rows.padded, places, tree)
+        choice = outputs.logits.to(ids.device).argmax(-1)
+        agreed, tokens, branch = follow(tree, choice, self.max_slots)
+        places, positions = self._places(branch.shape[1], columns, first)
+        self.passes.cache.move(places.index[:, :1] + branch, places)
+        assert self.context is not None
+        self.context.places = places
+        self.extend(outputs, positions, rows=branch)
+        return self.rows.append(tokens, agreed)
+
+    def extend(
+        self, outputs: Any, positions: torch.Tensor, prompt: bool = False, rows: torch.Tensor | None = None
+    ) -> None:
+        """A pass's features, or those of some `rows` `[batch, n]` of it, become context; those of rejected rows too:
+        they are hidden until overwritten."""
         features = self.passes.features(outputs, self.drafter.device, self.drafter.dtype)
+        if rows is not None:
+            features = features.gather(1, rows.to(features.device).unsqueeze(-1).expand(-1, -1, features.shape[2]))
         extend = self.drafter.extend_context if prompt else self._method("extend_context")
         extend(self.context, features, positions)
 

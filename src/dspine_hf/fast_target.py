@@ -16,6 +16,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .compat_dspine import CACHE_NAMES, FeatureTaps, find_cache
 from .fast_linear import few_rows
+from .fast_tree import Tree
 from .static_cache import Places, RaggedCache
 
 ATTENTION = "dspine_verify"
@@ -237,7 +238,13 @@ class TargetPasses:
         return self._run(self.target, ids, mask, positions, Places(columns, length, 0), **options)
 
     def verify(
-        self, ids: torch.Tensor, positions: torch.Tensor, start: torch.Tensor, padded: bool, places: Places
+        self,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        start: torch.Tensor,
+        padded: bool,
+        places: Places,
+        tree: Tree | None = None,
     ) -> Any:
         """
         A pass over `[anchor, drafts]`.
@@ -247,19 +254,21 @@ class TargetPasses:
             start: the first column of every batch row `[batch]`.
             padded: whether any of them is not 0.
             places: where the rows go.
+            tree: what the drafts are where they are no chain; its rows are hidden from fused attention.
         """
         hidden, window = start if padded else None, self._window
-        masks = {} if window is None else {True: self._mask(places, hidden, window)}
+        attend = self._attend if tree is None else None
+        masks = {} if window is None else {True: self._mask(places, hidden, window, tree)}
         if window is None or self._mixed:
-            masks[False] = self._mask(places, hidden, None)
+            masks[False] = self._mask(places, hidden, None, tree)
         mask: Any = next(iter(masks.values()))
         if self._mixed:
             mask = {"full_attention": masks[False], "sliding_attention": masks[True]}
         packed = None
-        if self._attend is None:
+        if attend is None:
             packed = {kind: m if m.shape[2] == 1 else m.repeat(1, 1, self._groups, 1) for kind, m in masks.items()}
         _ACTIVE.verification = Verification(
-            self._attend, start, places.index, window or 0, self._mixed, self._groups, packed
+            attend, start, places.index, window or 0, self._mixed, self._groups, packed
         )
         try:
             with borrowed_attention(self.target):
@@ -272,15 +281,24 @@ class TargetPasses:
         assert self.taps is not None
         return torch.cat([tap.to(device=device, dtype=dtype) for tap in self.taps.read(outputs)], dim=-1)
 
-    def _mask(self, places: Places, start: torch.Tensor | None, window: int | None) -> torch.Tensor:
-        """Additive mask `[batch, 1, rows, columns]`: a row sees its own columns up to itself."""
+    def _mask(self, places: Places, start: torch.Tensor | None, window: int | None, tree: Tree | None) -> torch.Tensor:
+        """Additive mask `[batch, 1, rows, columns]`: a row sees its own columns up to itself, or up to the anchor and
+        its ancestors in a tree."""
         rows = places.index.unsqueeze(-1)  # [batch, rows, 1]
         columns = torch.arange(places.columns, device=rows.device)
+        if tree is not None:  # a row's place in the text
+            rows = rows[:, :1] + tree.depth.unsqueeze(-1)
         hidden = columns > rows
         if start is not None:
             hidden = hidden | (columns < start[:, None, None])
         if window is not None:
             hidden = hidden | (columns <= rows - window)
+        if tree is not None:
+            seen = tree.sees
+            if window is not None:
+                seen = seen & (tree.depth.unsqueeze(1) > tree.depth.unsqueeze(2) - window)
+            hidden = hidden | (columns > places.index[:, :1, None])
+            hidden = hidden.scatter(2, places.index.unsqueeze(1).expand_as(seen), ~seen)
         mask = torch.zeros(hidden.shape, dtype=self._additive, device=hidden.device)
         return mask.masked_fill_(hidden, torch.finfo(self._additive).min).unsqueeze(1)
 

@@ -16,6 +16,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from .fast_tree import Tree
 from .ops_dspine import EAGER, Ops
 from .walk_dspine import ROW_WISE, finite, is_spent, noise_like, row_after, score_tables
 
@@ -31,6 +32,7 @@ class Chain:
             it alone when sampling.
         candidates, q: `[batch, slots, n]`, what the tokens were sampled from; q is None when greedy.
         chosen_q: `[batch, slots]`, q of the tokens; None when greedy.
+        tree: what is verified in place of the tokens, if anything is.
     """
 
     tokens: torch.Tensor
@@ -38,6 +40,7 @@ class Chain:
     candidates: torch.Tensor
     q: torch.Tensor | None = None
     chosen_q: torch.Tensor | None = None
+    tree: Tree | None = None
 
 
 class SeenTokens:

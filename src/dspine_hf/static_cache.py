@@ -70,6 +70,12 @@ class StaticRows:
         write(self.keys, keys, places)
         write(self.values, values, places)
 
+    def move(self, source: torch.Tensor, places: Places) -> None:
+        """Copies the columns `source` `[batch, rows]` to `places`, which has as many."""
+        for store in (self.keys, self.values):
+            if store is not None:
+                write(store, store[places.batch.to(store.device), :, source.to(store.device)].transpose(1, 2), places)
+
     def clear(self) -> None:
         """All zeros again."""
         if self.keys is not None:
@@ -128,6 +134,11 @@ class RaggedCache(Cache):
         self.capacity = capacity
         self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+
+    def move(self, source: torch.Tensor, places: Places) -> None:
+        """Copies columns of every layer; see [`StaticRows.move`]."""
+        for layer in self.layers:
+            layer.rows.move(source, places)
 
     def clear(self) -> None:
         """Makes every row zero, for another call."""

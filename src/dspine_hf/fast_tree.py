@@ -1,0 +1,109 @@
+"""Trees of drafts: the target verifies the likeliest paths through the transition cache at once, not one chain.
+
+A path's probability is the product of its steps', so it never exceeds that of what it continues, and the N likeliest
+paths of all lengths form a tree. Every node is a row of one pass that sees its own ancestors alone. Greedy decoding
+follows the branch that the target itself takes. Source of the tree mask: X. Miao et al., SpecInfer, arXiv 2305.09781.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from .walk_dspine import finite
+
+# A path must come before what continues it, also where rounding makes both equally likely: every step costs something,
+# and none so much that this would be lost in the sum.
+_STEP, _LEAST = 1e-3, -20.0
+
+
+@dataclass
+class Tree:
+    """
+    N drafted tokens behind the anchor, parents before their children. Rows are counted with the anchor as row 0.
+
+    Attributes:
+        tokens: `[batch, N]`.
+        parent: `[batch, N]`, the row of each token's parent.
+        depth: `[batch, N + 1]`, how many steps a row is behind the anchor.
+        sees: `[batch, N + 1, N + 1]`, whether a row sees another: its ancestors and itself.
+    """
+
+    tokens: torch.Tensor
+    parent: torch.Tensor
+    depth: torch.Tensor
+    sees: torch.Tensor
+
+
+def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int) -> Tree:
+    """
+    The likeliest paths.
+
+    Args:
+        candidates: token ids `[batch, slots, K]`.
+        first: slot 1's scores `[batch, K]`.
+        pairs: later slots' scores `[batch, slots - 1, R, K]`, row i after candidate i of the slot before; R is K, or 1
+            where slots are independent.
+        nodes: N; fewer where there are no more paths.
+    """
+    batch, slots, width = candidates.shape
+    scores = _steps(first)
+    kept = min(nodes, width)
+    total, last = scores.topk(kept, dim=-1)  # [batch, kept] each: of paths, and their last candidates
+    origin = torch.full_like(last, -1)  # the number of the parent among all paths below; -1: the anchor
+    totals, lasts, origins, levels, begin = [total], [last], [origin], [1], 0
+    for slot in range(1, slots):
+        table = _steps(pairs[:, slot - 1])  # [batch, R, K]
+        row = last if table.shape[1] > 1 else torch.zeros_like(last)
+        steps = table.gather(1, row.unsqueeze(-1).expand(-1, -1, width))  # [batch, kept, K]
+        longer = (total.unsqueeze(-1) + steps).flatten(1)
+        here, kept = begin, min(nodes, longer.shape[1])
+        begin += total.shape[1]
+        total, place = longer.topk(kept, dim=-1)
+        last, origin = place % width, here + place // width
+        totals.append(total)
+        lasts.append(last)
+        origins.append(origin)
+        levels.append(slot + 1)
+    sizes = [t.shape[1] for t in totals]
+    level = torch.cat([torch.full((n,), depth) for n, depth in zip(sizes, levels, strict=True)]).to(candidates.device)
+    everything, last, origin = (torch.cat(parts, dim=1) for parts in (totals, lasts, origins))
+    chosen = everything.topk(min(nodes, everything.shape[1]), dim=-1).indices.sort(dim=-1).values  # [batch, N]
+    depth = level[chosen]
+    tokens = candidates.gather(1, (depth - 1).unsqueeze(-1).expand(-1, -1, width))
+    tokens = tokens.gather(2, last.gather(1, chosen).unsqueeze(-1)).squeeze(-1)
+    parent = torch.searchsorted(chosen, origin.gather(1, chosen), right=False) + 1
+    parent = parent.masked_fill(depth == 1, 0)
+    rows = torch.cat([torch.zeros_like(parent[:, :1]), parent], dim=1).unsqueeze(-1)
+    own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).expand(batch, -1, -1)
+    sees = own
+    for _ in range(slots):
+        sees = own | sees.gather(1, rows.expand_as(sees))
+    return Tree(tokens, parent, torch.cat([torch.zeros_like(depth[:, :1]), depth], dim=1), sees)
+
+
+def _steps(scores: torch.Tensor) -> torch.Tensor:
+    return finite(scores).log_softmax(-1).clamp(min=_LEAST) - _STEP
+
+
+def follow(tree: Tree, choice: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """
+    The branch that the target takes.
+
+    Args:
+        choice: the target's own token after every row `[batch, N + 1]`.
+        slots: the length of the longest branch.
+
+    Returns:
+        How many drafts stand `[batch]`; the tokens `[batch, slots + 1]`: the branch, the target's next token, and
+        whatever; the rows of the branch `[batch, slots + 1]`, the anchor's first; those behind it lie in their places.
+    """
+    agree = torch.cat([torch.ones_like(tree.tokens[:, :1], dtype=torch.bool),
+                       tree.tokens == choice.gather(1, tree.parent)], dim=1)  # fmt: skip
+    stands = (agree.unsqueeze(1) | ~tree.sees).all(-1)  # [batch, N + 1]: the row and all its ancestors agree
+    agreed, end = (tree.depth * stands).max(-1)
+    branch = tree.sees.gather(1, end.view(-1, 1, 1).expand(-1, 1, tree.sees.shape[2]))  # [batch, 1, N + 1]
+    steps = torch.arange(slots + 1, device=choice.device)
+    on_it = branch & (tree.depth.unsqueeze(1) == steps.view(1, -1, 1))  # [batch, slots + 1, N + 1]
+    rows = torch.where(steps <= agreed.unsqueeze(1), on_it.int().argmax(-1), steps.clamp(max=tree.depth.shape[1] - 1))
+    tokens = choice.gather(1, rows)  # the target's choice after a row of the branch is the next one's token
+    return agreed, tokens, rows

@@ -1,0 +1,150 @@
+"""Trees of drafts: the likeliest paths, the branch that the target takes, and plain text in every kind of call."""
+
+import itertools
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+
+import dspine_hf
+from dspine_hf.fast_tree import follow, grow
+from helpers.batch_oracle import batch_oracle, padded
+from helpers.families import family_target
+from helpers.oracle import prompt, small_target
+
+SOFT_CAP = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "sliding_window": 6, "head_dim": 8}
+TARGETS = {
+    "full attention": lambda: small_target(seed=2),
+    "sliding window": lambda: small_target(seed=2, family=(MistralConfig, MistralForCausalLM), sliding_window=6),
+    "window of two": lambda: small_target(seed=2, family=(MistralConfig, MistralForCausalLM), sliding_window=2),
+    "mixed windows": lambda: small_target(seed=2, family=(Gemma2Config, Gemma2ForCausalLM), **SOFT_CAP),
+    "learned positions": lambda: family_target("GPT2"),
+    "eager attention": lambda: small_target(seed=2, attn_implementation="eager"),
+}
+
+
+def all_paths(first, pairs):
+    """{path of candidate indices: log-probability}, of one batch row."""
+    found = {}
+    slots, width = 1 + pairs.shape[0], first.shape[0]
+    for length in range(1, slots + 1):
+        for path in itertools.product(range(width), repeat=length):
+            total = first.log_softmax(-1)[path[0]]
+            for slot, (before, now) in enumerate(itertools.pairwise(path)):
+                row = pairs[slot, before if pairs.shape[1] > 1 else 0]
+                total = total + row.log_softmax(-1)[now]
+            found[path] = float(total)
+    return found
+
+
+def paths_of(tree, candidates, row):
+    """The paths of candidate indices that lead to each node of a batch row."""
+    tokens, parents = tree.tokens[row].tolist(), tree.parent[row].tolist()
+    paths = [()]
+    for token, parent in zip(tokens, parents, strict=True):
+        slot = len(paths[parent])
+        paths.append((*paths[parent], candidates[row, slot].tolist().index(token)))
+    return paths
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("nodes", [1, 2, 5, 12, 39, 60])
+def test_a_tree_holds_the_likeliest_paths(nodes, rows):
+    torch.manual_seed(nodes)
+    candidates = torch.stack([torch.randperm(50)[:9].view(3, 3) for _ in range(4)])
+    first, pairs = 3 * torch.randn(4, 3), 3 * torch.randn(4, 2, rows, 3)
+    tree = grow(candidates, first, pairs, nodes)
+    for b in range(4):
+        likely = all_paths(first[b], pairs[b])
+        best = sorted(likely, key=lambda path: likely[path] - 1e-3 * len(path), reverse=True)[:nodes]
+        paths = paths_of(tree, candidates, b)
+        assert sorted(paths[1:]) == sorted(best) and len(set(paths)) == len(paths)
+        assert tree.depth[b].tolist() == [len(path) for path in paths]
+        for i, path in enumerate(paths):
+            ancestors = [path[: len(other)] == other for other in paths]
+            assert tree.sees[b, i].tolist() == ancestors
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e4, float("inf")])
+def test_parents_come_with_their_children_whatever_the_scores(scale):
+    torch.manual_seed(0)
+    candidates = torch.arange(4 * 7).view(1, 7, 4).repeat(8, 1, 1)
+    first, pairs = torch.randn(8, 4), torch.randn(8, 6, 4, 4)
+    first, pairs = (torch.where(t > 1, t.sign() * scale, t * min(scale, 1e4)) for t in (first, pairs))
+    tree = grow(candidates, first, pairs, 20)
+    for b in range(8):
+        paths_of(tree, candidates, b)  # every token is a candidate of the slot behind its parent
+        assert (tree.parent[b] <= torch.arange(20)).all()
+        assert torch.equal(tree.depth[b, 1:], tree.depth[b][tree.parent[b]] + 1)
+
+
+def test_the_branch_is_the_one_that_the_target_takes():
+    candidates = torch.tensor([[[5, 6], [7, 8], [9, 4]]])
+    tree = grow(candidates, torch.zeros(1, 2), torch.zeros(1, 2, 2, 2), 14)
+    paths = paths_of(tree, candidates, 0)
+    texts = {tuple(int(candidates[0, s, k]) for s, k in enumerate(path)): i for i, path in enumerate(paths)}
+    choice = torch.zeros(1, 15, dtype=torch.long)
+    for text, following in (((), 6), ((6,), 7), ((6, 7), 3), ((5,), 8), ((5, 8), 9)):
+        choice[0, texts[text]] = following
+    agreed, tokens, rows = follow(tree, choice, 3)
+    assert agreed.item() == 2
+    assert tokens[0, :3].tolist() == [6, 7, 3]
+    assert rows[0].tolist() == [0, texts[6,], texts[6, 7], 3]
+
+
+@pytest.fixture(scope="module", params=TARGETS)
+def target(request):
+    return TARGETS[request.param]()
+
+
+def oracle_of(target, texts, **options):
+    references = [target.generate(ids, max_new_tokens=40, do_sample=False)[0] for ids in texts]
+    return batch_oracle(target, references, **{"boost": 4.0, "num_candidates": 8, **options})
+
+
+@pytest.mark.parametrize("nodes", [1, 4, 24])
+@pytest.mark.parametrize("end", [{}, {"eos_token_id": [5, 9, 17], "pad_token_id": 0}], ids=["length", "eos"])
+def test_text_is_plain_text(target, nodes, end):
+    texts = [prompt(length, seed=20 + i) for i, length in enumerate((7, 1, 4))]
+    drafter = oracle_of(target, texts)
+    ids, mask = padded(texts)
+    options = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False, **end}
+    plain = target.generate(ids, **options)
+    assert torch.equal(dspine_hf.generate(target, drafter, ids, tree_nodes=nodes, **options), plain)
+    if nodes == 24:
+        accepted = drafter.generation_stats.acceptance_length
+        dspine_hf.generate(target, drafter, ids, **options)
+        assert accepted > drafter.generation_stats.acceptance_length
+    drafter.references, options["attention_mask"] = drafter.references[:1], None
+    plain = target.generate(texts[0], **options)
+    assert torch.equal(dspine_hf.generate(target, drafter, texts[0], tree_nodes=nodes, **options), plain)
+
+
+@pytest.mark.parametrize("options", [{"selection": "independent"}, {"block_size": 2}, {"context_window": 5}], ids=str)
+def test_other_drafters_grow_trees_too(options):
+    target, texts = small_target(seed=2), [prompt(7, seed=20)]
+    drafter = oracle_of(target, texts, **options)
+    call = {"max_new_tokens": 25, "do_sample": False}
+    out = dspine_hf.generate(target, drafter, texts[0], tree_nodes=6, **call)
+    assert torch.equal(out, target.generate(texts[0], **call))
+    assert drafter.generation_stats.accepted > 3
+
+
+def test_a_sampled_or_processed_call_drafts_chains():
+    target, texts = small_target(seed=2), [prompt(7, seed=20)]
+    drafter = oracle_of(target, texts)
+    for options in ({"do_sample": True}, {"do_sample": False, "repetition_penalty": 1.3}):
+        found = []
+        for nodes in (None, 9):
+            torch.manual_seed(3)
+            found.append(dspine_hf.generate(target, drafter, texts[0], max_new_tokens=20, tree_nodes=nodes, **options))
+        assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"tree_nodes": 0}, {"tree_nodes": 4, "adaptive": True}], ids=str)
+def test_a_call_that_cannot_grow_trees_is_refused(options):
+    target = small_target(seed=2)
+    with pytest.raises(ValueError, match="tree_nodes"):
+        dspine_hf.generate(target, batch_oracle(target), prompt(5), max_new_tokens=4, **options)
+    with pytest.raises(ValueError, match="tree_nodes"):
+        dspine_hf.generate(target, None, prompt(5), max_new_tokens=4, tree_nodes=4)
