@@ -1,8 +1,8 @@
 """Time a pass's products of few rows against torch's: python examples/bench_products.py --rows 1 16 --out found.json
 
 Each at the shapes of Qwen3-8B, and at SmolLM2-135M's (narrow), as the fast loop with compiled="fused" calls it:
-torch's separate products, the kernel, and the kernel with other tiles. Beside the microseconds stands the share of a copy's
-bandwidth at which weights come.
+torch's separate products, the kernel, and the kernel with other tiles. Beside the microseconds stands the share of a
+copy's bandwidth at which weights come.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
 """
 
