@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from dspine_hf.bulk import ChatWriter, StepDecoder, in_batches
+from dspine_hf.lab import write_sequences
 from dspine_hf.loading import load_target
 from dspine_hf.sources import read_jsonl
 
@@ -52,6 +53,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=1e9, help="start no batch of single turns after this long")
     args = parser.parse_args()
     started = time.perf_counter()
+    for pattern in filter(None, (args.prompts, args.evaluate)):
+        if not glob.glob(pattern):
+            raise SystemExit(f"expected files of prompts at '{pattern}'; found none.")
     args.out.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(args.rank)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -83,13 +87,8 @@ def main() -> None:
         turns = sorted(writer.second_turns(part, args.longest), key=len)
         answer(turns, [float(i % 2) for i in range(len(turns))], args.longest)
     keep = [i for i, row in enumerate(rows) if len(row) > sizes[i] + 2]
-    np.savez_compressed(
-        args.out / "train.npz",
-        tokens=np.concatenate([np.array(rows[i], dtype=np.uint16) for i in keep]),
-        length=np.array([len(rows[i]) for i in keep], dtype=np.uint16),
-        prompt_length=np.array([sizes[i] for i in keep], dtype=np.uint16),
-        temperature=np.array([heat[i] for i in keep], dtype=np.uint8),
-    )
+    heats = np.array([heat[i] for i in keep], dtype=np.uint8)
+    write_sequences(args.out / "train.npz", [(rows[i], sizes[i]) for i in keep], temperature=heats)
 
 
 if __name__ == "__main__":

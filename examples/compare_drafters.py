@@ -6,8 +6,8 @@
 `--train`: npz files with `tokens` (all sequences after one another), `length` and `prompt_length`.
 `--continuations`: JSONL with `benchmark`, `prompt_ids`, and the target's own `greedy_ids` and (if T = 1 is to be
 measured) `sampled_ids`. `variants.json`: a list of `dspine_hf.lab.Variant` fields. One JSON per variant is written,
-and its weights with `--save NAME`; a variant whose JSON is there is left out, so that the same command goes on.
-`--measure FOLDER` measures drafters that are trained already, too.
+and its weights with `--save NAME`; what has its JSON there is left out, so that the same command goes on.
+`--measure FOLDER` measures drafters that are trained already, too, under the names of their folders.
 """
 
 import argparse
@@ -34,9 +34,9 @@ def measure(drafter, model, held_out: dict, end: int) -> dict:
     return found
 
 
-def keep(path: Path, record: dict) -> None:
-    """Write a record, and print its means."""
-    write_atomically(path, json.dumps(record))
+def show(path: Path) -> None:
+    """Print the means of a record."""
+    record = json.loads(path.read_text())
     means = {t: {k: v for k, v in o.items() if k != "benchmarks"} for t, o in record["offline"].items()}
     print(f"== {path.stem}: {json.dumps(means)} {record.get('steps_per_second')} steps/s", flush=True)
 
@@ -52,8 +52,19 @@ def main() -> None:
     parser.add_argument("--save", nargs="*", default=[], help="variants whose weights are written (bf16)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no variant after this long")
     args = parser.parse_args()
+    lists = json.loads(Path(args.variants).read_text())
     started, out = time.perf_counter(), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
+    places = [out / f"{name}.json" for name in (Path(folder).resolve().name for folder in args.measure)]
+    measured = dict(zip(places, args.measure, strict=True))
+    variants = {out / f"{fields['name']}.json": fields for fields in lists}
+    if len({*measured, *variants}) < len(args.measure) + len(lists):
+        raise SystemExit("expected drafters of different names in --measure and --variants; found one twice.")
+    for path in filter(Path.exists, (*measured, *variants)):
+        show(path)
+    measured, variants = ({p: v for p, v in d.items() if not p.exists()} for d in (measured, variants))
+    if not measured and not variants:
+        return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     model.to(device).requires_grad_(False)
@@ -65,25 +76,26 @@ def main() -> None:
         texts, names = read_continuations(args.continuations, field, args.per_set)
         if texts:
             held_out[temperature] = FeatureStore(model, layers, texts, max_length=1024), names
+    if not held_out:
+        raise SystemExit(f"expected answers of the target in {args.continuations}; found none.")
     print(
         f"{len(store)} sequences, {len(store.tokens)} tokens, after {time.perf_counter() - started:.0f} s", flush=True
     )
-    for folder in args.measure:
-        drafter = load_drafter(folder, model)
-        keep(out / f"{Path(folder).name}.json", measure(drafter, model, held_out, tokenizer.eos_token_id))
-    for fields in json.loads(Path(args.variants).read_text()):
+    for path, folder in measured.items():
+        record = measure(load_drafter(folder, model), model, held_out, tokenizer.eos_token_id)
+        write_atomically(path, json.dumps(record))
+        show(path)
+    for path, fields in variants.items():
         if time.perf_counter() - started > args.seconds:
             print(f"skipped {fields['name']}: out of time")
-            continue
-        if (out / f"{fields['name']}.json").exists():
-            print(f"{fields['name']} is there already")
             continue
         variant = Variant(**fields)
         drafter, record = train_variant(variant, model, store, counts)
         record |= measure(drafter, model, held_out, tokenizer.eos_token_id)
         if variant.name in args.save:
             drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")
-        keep(out / f"{variant.name}.json", record)
+        write_atomically(path, json.dumps(record))
+        show(path)
 
 
 if __name__ == "__main__":

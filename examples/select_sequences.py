@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dspine_hf.lab import read_sequences
+from dspine_hf.lab import read_sequences, write_sequences
 
 
 def main() -> None:
@@ -36,14 +36,11 @@ def main() -> None:
                 break
             kept.append(rows[i])
             total += len(rows[i][0])
+    if not kept:
+        raise SystemExit(f"expected --tokens of at least one sequence; found {args.tokens:g}.")
     kept = [kept[i] for i in generator.permutation(len(kept))]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(
-        args.out,
-        tokens=np.concatenate([tokens for tokens, _ in kept]),
-        length=np.array([len(tokens) for tokens, _ in kept], dtype=np.uint16),
-        prompt_length=np.array([prompt for _, prompt in kept], dtype=np.uint16),
-    )
+    write_sequences(args.out, kept)
     long = sum(prompt > args.long_prompt for _, prompt in kept)
     print(f"{len(kept)} sequences, {total / 1e6:.2f} M tokens, {long} prompts of more than {args.long_prompt} tokens")
 

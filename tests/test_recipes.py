@@ -1,16 +1,19 @@
 """The recipe behind the figures for SmolLM2: its lists are valid, and it runs and resumes on a tiny target."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from dspine_hf import DSpineConfig
 from dspine_hf.baselines import BASELINES
-from dspine_hf.lab import Variant
+from dspine_hf.lab import Variant, read_sequences, write_sequences
 from dspine_hf.losses import LossWeights
 from helpers.tiny_files import save_tiny_target, write_jsonl
 
@@ -32,33 +35,94 @@ def test_variants_of_all_lists_have_names_of_their_own():
     assert len(set(names)) == len(names) > 20
 
 
-def test_the_recipe_runs_and_goes_on_where_it_was(tmp_path):
+def command_in(tmp_path, prompts: str = "prompts") -> tuple[list[str], dict[str, str]]:
+    """The recipe over a tiny target and tiny lists, and its environment; folders have spaces in their names."""
     for split in ("train", "eval"):
-        (tmp_path / "prompts" / split).mkdir(parents=True)
+        (tmp_path / "prompts" / split).mkdir(parents=True, exist_ok=True)
         write_jsonl(tmp_path / "prompts" / split / "some.jsonl", [{"turns": ["w1 w2"]}, {"turns": ["w9 w7 w3"]}])
     small = {"config": {"block_size": 4, "transfer_rank": 8}, "steps": 2, "sequences": 2, "anchors": 2}
     for name in ("final", "parts"):
         (tmp_path / f"{name}.json").write_text(json.dumps([{"name": name, **small}]))
-    target = save_tiny_target(tmp_path / "target")
+    target = save_tiny_target(tmp_path / "the target")
     environment = {**os.environ, "TINY": "1", "GPUS": "0 1", "LISTS": "final parts", "VARIANTS": str(tmp_path)}
     environment |= {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return [
+        "bash",
+        str(RECIPE / "run.sh"),
+        str(target),
+        str(tmp_path / prompts),
+        str(tmp_path / "its output"),
+    ], environment
 
-    def run() -> str:
-        command = ["bash", str(RECIPE / "run.sh"), str(target), str(tmp_path / "prompts"), str(tmp_path / "out")]
+
+def test_the_recipe_runs_and_goes_on_where_it_was(tmp_path):
+    command, environment = command_in(tmp_path)
+    out = tmp_path / "its output"
+
+    def run() -> list[str]:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-        logs = "".join(path.read_text() for path in (tmp_path / "out").glob("*.log"))
+        logs = "".join(path.read_text() for path in out.glob("*.log"))
         assert done.returncode == 0, done.stderr + logs
-        return done.stdout
+        return sorted(line.split(":")[0] for line in done.stdout.splitlines() if line.startswith("=="))
 
-    assert sorted(line.split(":")[0] for line in run().splitlines() if line.startswith("==")) == [
-        "== final",
-        "== parts",
-    ]
-    results = tmp_path / "out" / "results"
+    assert run() == ["== final", "== parts"]
+    results = out / "results"
     assert (results / "final" / "model.safetensors").exists()
     (results / "parts.json").unlink()
-    (tmp_path / "out" / "gpu1.log").unlink()
     kept = (results / "final.json").stat().st_mtime_ns
-    run()
+    assert run() == ["== final", "== parts"]
     assert (results / "parts.json").exists()
     assert (results / "final.json").stat().st_mtime_ns == kept
+    assert run() == ["== final", "== parts"]  # nothing is left to do
+
+
+def processes_with(word: str) -> list[int]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if word.encode() in path.read_bytes() else []
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="processes are looked up in /proc")
+def test_a_recipe_that_is_ended_leaves_no_process_behind(tmp_path):
+    command, environment = command_in(tmp_path)
+    running = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while len(processes_with(str(tmp_path))) < 3 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(processes_with(str(tmp_path))) >= 3
+    running.terminate()
+    running.wait(30)
+    until = time.monotonic() + 3  # sooner than any of them would have ended by itself
+    while processes_with(str(tmp_path)) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert processes_with(str(tmp_path)) == []
+
+
+def test_a_recipe_without_prompts_or_without_gpus_says_so_at_once(tmp_path):
+    (tmp_path / "no prompts").mkdir()
+    command, environment = command_in(tmp_path, "no prompts")
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode and "no prompts/train/*.jsonl'; found none" in done.stdout + done.stderr
+    del environment["TINY"]
+    environment["GPUS"] = "77"
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode and "expected a GPU 77 on this host" in done.stderr
+
+
+@pytest.mark.parametrize("largest", [200, 151_000])
+def test_sequences_are_read_as_they_were_written(tmp_path, largest, monkeypatch):
+    sequences = [([3, 1, largest], 2), (np.array([7, 5]), 1)]
+    write_sequences(tmp_path / "some.npz", sequences)
+    found = read_sequences(str(tmp_path / "*"))  # nothing else lies there
+    assert [(tokens.tolist(), prompt) for tokens, prompt in found] == [([3, 1, largest], 2), ([7, 5], 1)]
+
+    def killed(file, **arrays):
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(np, "savez_compressed", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_sequences(tmp_path / "some.npz", sequences[1:])
+    assert len(read_sequences(str(tmp_path / "*.npz"))) == 2

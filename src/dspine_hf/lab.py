@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,6 +61,20 @@ def read_sequences(pattern: str, limit: int | None = None) -> list[tuple[np.ndar
         ends = lengths.astype(np.int64).cumsum()
         sequences += [(tokens[b - n : b], int(p)) for b, n, p in zip(ends, lengths, prompts, strict=True)]
     return sequences[:limit]
+
+
+def write_sequences(path: Path, sequences: list[tuple[Any, int]], **columns: Any) -> None:
+    """Writes (tokens, prompt_length) pairs for [`read_sequences`], whole or not at all; columns: more arrays."""
+    tokens = np.concatenate([tokens for tokens, _ in sequences])
+    arrays: dict[str, Any] = {
+        "tokens": tokens.astype(np.uint16 if tokens.max() < 2**16 else np.uint32),
+        "length": np.array([len(tokens) for tokens, _ in sequences], dtype=np.uint16),
+        "prompt_length": np.array([prompt for _, prompt in sequences], dtype=np.uint16),
+    }
+    part = path.with_name(f"{path.name}.part")
+    with open(part, "wb") as file:
+        np.savez_compressed(file, **arrays, **columns)
+    part.replace(path)
 
 
 def read_continuations(path: str, field: str, per_set: int | None) -> tuple[list[tuple[np.ndarray, int]], list[str]]:

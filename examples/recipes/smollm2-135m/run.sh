@@ -18,6 +18,14 @@ if [[ -n ${TINY:-} ]]; then
     train=(--max-length 64) tokens=(2e3 3e3)
 fi
 mkdir -p "$out/results"
+set -m # every job in a process group of its own, which ends when this script does
+trap 'for job in $(jobs -p); do kill -- "-$job" 2>/dev/null || true; done' EXIT
+for gpu in "${gpus[@]}"; do
+    [[ -n ${TINY:-} ]] || CUDA_VISIBLE_DEVICES=$gpu "$python" -c 'import torch; torch.zeros(1, device="cuda")' 2>/dev/null || {
+        echo "expected a GPU $gpu on this host; found none. Name those to use: GPUS=\"0 1\"." >&2
+        exit 1
+    }
+done
 finish() { # wait for all background jobs; fail if one did
     local job failed=0
     for job in $(jobs -p); do wait "$job" || failed=1; done
@@ -45,4 +53,4 @@ for i in "${!gpus[@]}"; do
     done) >"$out/gpu${gpus[i]}.log" 2>&1 &
 done
 finish
-grep -h '^==' "$out"/gpu*.log
+grep -h '^==' "$out"/gpu*.log || echo "no drafter was measured in this time"
