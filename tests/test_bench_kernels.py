@@ -76,5 +76,6 @@ def test_products_of_few_rows_are_timed_with_every_tile_and_are_exact(tmp_path):
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     rows = json.loads((tmp_path / "products.json").read_text())["products"]
-    assert {row["product"] for row in rows} == {"q, k, v", "gate, up"} and len(rows) == 2 * 9  # torch, and the kernel by eight tiles
+    assert {row["product"] for row in rows} == {"q, k, v", "gate, up"}
+    assert len(rows) == 2 * 9  # torch, and the kernel by eight tiles
     assert all(row["time"] > 0 and row["error"] < 2e-2 for row in rows)
