@@ -79,6 +79,26 @@ def test_a_compiled_call_that_samples_breaks_no_graph_and_draws_the_same_text(mo
     assert torch.equal(*texts)
 
 
+def test_another_temperature_compiles_no_draft_again(monkeypatch):
+    torch.manual_seed(7)
+    target = TARGETS["full"]().eval()
+    settings = {"block_size": 4, "num_candidates": 4, "transfer_rank": 16, "num_hidden_layers": 1}
+    drafter = dspine_hf.DSpineDraftModel.for_target(target, **settings, num_sampled_candidates=40).eval()
+    drafts = []
+    genuine = torch.compile
+
+    def counting(call, **more):
+        name = call.__code__.co_name
+        return genuine(call, backend=lambda graph, inputs: drafts.append(name) or graph, **more)
+
+    monkeypatch.setattr(fast_target.torch, "compile", counting)
+    torch._dynamo.reset()
+    inputs = {"input_ids": torch.randint(5, 97, (1, 14)), "max_new_tokens": 6, "do_sample": True}
+    for temperature in (1.0, 0.7, 1.3):
+        dspine_hf.generate(target, drafter, compiled=True, temperature=temperature, **inputs)
+    assert drafts.count("draft_block") == 1
+
+
 def test_a_walk_over_few_cached_predecessors_is_one_graph():
     torch.manual_seed(6)
     block = batch_block(torch.randn(2, 3, 20), torch.randn(2, 20, 20), 9, kept=3)

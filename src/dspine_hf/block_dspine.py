@@ -36,7 +36,7 @@ class DraftBlock:
         return self._view.logits(hidden[:, 0, 0, 0])
 
 
-def block_transitions(drafter: Any, view: Any, state: Any, block: DraftBlock, kept: int, temperature: float) -> None:
+def block_transitions(drafter: Any, view: Any, state: Any, block: DraftBlock, kept: int, temperature: Any) -> None:
     """Puts the scores of candidate pairs into `block`, all slots at once. Slot 1 was written with the anchor: unary is
     score.
 

@@ -347,7 +347,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         num_candidates: int | None = None,
         limits: Limits | None = None,
         noise: torch.Tensor | None = None,
-        temperature: float = 1.0,
+        temperature: float | torch.Tensor = 1.0,
     ) -> DraftBlock:
         """Draft one block per batch row.
 
@@ -362,7 +362,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             noise: exponential variables [batch, B-1, S] that a walk will sample with, from S candidates a slot; None:
                 from K, or greedily. S rows of the target's head are read for every slot: at most 256 MB of copies at
                 a time. The scores take 4 (K + 1) S bytes a slot and batch row: 17 MB for 64 blocks of 16, S = 256.
-            temperature: that it will sample with.
+            temperature: that it will sample with, a number or a tensor without dimensions.
 
         Returns:
             The block, of S candidates a slot with noise, else of K.

@@ -1,6 +1,7 @@
 """The unified transfer space (PCA-whitened output embeddings) and the transition cache over candidates."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +87,7 @@ class TransferSpace(Fp32Buffers):
         self.c.copy_(c)
 
 
-def predecessor_keys(unary: torch.Tensor, noise: torch.Tensor, temperature: float = 1.0) -> torch.Tensor:
+def predecessor_keys(unary: torch.Tensor, noise: torch.Tensor, temperature: Any = 1.0) -> torch.Tensor:
     """By what candidates are chosen as cached predecessors: the largest is what the walk would draw from `unary`.
 
     A walk draws the argmax of p / noise from every slot. The rows of those that come first if the slot's unary logits
@@ -96,6 +97,7 @@ def predecessor_keys(unary: torch.Tensor, noise: torch.Tensor, temperature: floa
 
     Args:
         unary, noise: [.., S], logits and exponential variables.
+        temperature: of the walk, a number or a tensor without dimensions.
     """
     return unary.float() / temperature - noise.clamp_min(1e-30).log()
 

@@ -123,7 +123,8 @@ def sampling_options(
         return {}
     noise = noise_like(torch.empty(batch, config.num_draft_slots, width, device=device))
     temperature = math.prod(p.temperature for p in processors if type(p) is TemperatureLogitsWarper)
-    return {"noise": noise, "temperature": temperature}
+    # A tensor: for every number that it meets, torch.compile would compile the draft again.
+    return {"noise": noise, "temperature": torch.full((), float(temperature), device=device)}
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
