@@ -27,5 +27,7 @@ def test_every_family_writes_plain_text_or_is_refused_by_name(family):
     batch = dspine_hf.generate(target, drafter, ids, **options)
     assert target.config.get_text_config()._attn_implementation == before
     assert drafter.generation_stats.accepted > 5
-    for row, reference in zip(batch, references, strict=True):
+    tree = dspine_hf.generate(target, drafter, ids, tree_nodes=6, **options)
+    for row, other, reference in zip(batch, tree, references, strict=True):
         assert torch.equal(row[-len(reference) :], reference)
+        assert torch.equal(other[-len(reference) :], reference)

@@ -134,7 +134,8 @@ class FastCall:
         kept = None if key is None else graphs.take(self.target, key, capacity)
         rounds = self._make_rounds(model_kwargs, capacity) if kept is None else kept.cleared()
         self._attach(rounds)
-        self._begin(rounds.rows)
+        last = self.positions[:, -1]
+        rounds.rows.begin(self.prompts.to(self.device), self.mask, last, self.criteria.max_length, self._penalties())
         self.rounds, self._key_of_graphs = rounds, key
         self.graphed: graphs.GraphedRounds | None = None
         lengths = list(range(1, self.max_slots + 1))
@@ -225,21 +226,6 @@ class FastCall:
             rounds.widths, rounds.nodes = self.options.widths, self.options.tree_nodes
         rounds.compiled = self.options.compiled
         rounds.passes.attach(self.target, taps, attend, rounds.compiled)
-
-    def _begin(self, rows: Rows) -> None:
-        """Writes the prompts into the batch's state."""
-        ids = self.prompts.to(self.device)
-        rows.tokens.zero_()
-        rows.tokens[:, : self.prompt_length] = ids
-        rows.length.fill_(self.prompt_length)
-        rows.start.zero_()
-        if self.mask is not None:
-            rows.start.copy_((self.mask == 0).sum(-1))
-        rows.shift.copy_(self.prompt_length - 1 - self.positions[:, -1])
-        rows.done.fill_(False)
-        rows.max_length.fill_(self.criteria.max_length)
-        if rows.seen is not None:
-            rows.seen.begin(self._penalties()[0], ids)
 
     # ---- the loop ---------------------------------------------------------------------------------------------
 

@@ -47,6 +47,31 @@ class Rows:
         """The last decided token of every row `[batch, 1]`."""
         return self.tokens.gather(1, self.length[:, None] - 1)
 
+    def begin(
+        self, ids: torch.Tensor, mask: torch.Tensor | None, last: torch.Tensor, max_length: int, penalties: list[Any]
+    ) -> None:
+        """
+        Writes the prompts into the batch's state.
+
+        Args:
+            ids: `[batch, length]`; `mask` is 0 where they are padding.
+            last: the position of the last token of every prompt `[batch]`.
+            max_length: columns at which a row ends.
+            penalties: the repetition penalties among the call's processors.
+        """
+        length = ids.shape[1]
+        self.tokens.zero_()
+        self.tokens[:, :length] = ids
+        self.length.fill_(length)
+        self.start.zero_()
+        if mask is not None:
+            self.start.copy_((mask == 0).sum(-1))
+        self.shift.copy_(length - 1 - last)
+        self.done.fill_(False)
+        self.max_length.fill_(max_length)
+        if self.seen is not None:
+            self.seen.begin(penalties[0], ids)
+
     def append(self, tokens: torch.Tensor, agreed: torch.Tensor) -> torch.Tensor:
         """
         Appends the first `agreed + 1` `[batch]` of `tokens` `[batch, n]`, up to an end-of-sequence token or the limit.
