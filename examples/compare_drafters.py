@@ -52,18 +52,18 @@ def main() -> None:
     parser.add_argument("--save", nargs="*", default=[], help="variants whose weights are written (bf16)")
     parser.add_argument("--seconds", type=float, default=1e9, help="start no variant after this long")
     args = parser.parse_args()
-    lists = json.loads(Path(args.variants).read_text())
     started, out = time.perf_counter(), Path(args.out)
     out.mkdir(parents=True, exist_ok=True)
-    places = [out / f"{name}.json" for name in (Path(folder).resolve().name for folder in args.measure)]
-    measured = dict(zip(places, args.measure, strict=True))
-    variants = {out / f"{fields['name']}.json": fields for fields in lists}
-    if len({*measured, *variants}) < len(args.measure) + len(lists):
+    jobs = [(out / f"{Path(folder).resolve().name}.json", folder) for folder in args.measure]
+    lines = json.loads(Path(args.variants).read_text())
+    jobs += [(out / f"{fields['name']}.json", Variant(**fields)) for fields in lines]
+    if len(dict(jobs)) < len(jobs):
         raise SystemExit("expected drafters of different names in --measure and --variants; found one twice.")
-    for path in filter(Path.exists, (*measured, *variants)):
-        show(path)
-    measured, variants = ({p: v for p, v in d.items() if not p.exists()} for d in (measured, variants))
-    if not measured and not variants:
+    for path, _ in jobs:
+        if path.exists():
+            show(path)
+    jobs = [(path, job) for path, job in jobs if not path.exists()]
+    if not jobs:
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
@@ -81,19 +81,15 @@ def main() -> None:
     print(
         f"{len(store)} sequences, {len(store.tokens)} tokens, after {time.perf_counter() - started:.0f} s", flush=True
     )
-    for path, folder in measured.items():
-        record = measure(load_drafter(folder, model), model, held_out, tokenizer.eos_token_id)
-        write_atomically(path, json.dumps(record))
-        show(path)
-    for path, fields in variants.items():
+    for path, job in jobs:
         if time.perf_counter() - started > args.seconds:
-            print(f"skipped {fields['name']}: out of time")
+            print(f"skipped {path.stem}: out of time")
             continue
-        variant = Variant(**fields)
-        drafter, record = train_variant(variant, model, store, counts)
+        new = isinstance(job, Variant)
+        drafter, record = train_variant(job, model, store, counts) if new else (load_drafter(job, model), {})
         record |= measure(drafter, model, held_out, tokenizer.eos_token_id)
-        if variant.name in args.save:
-            drafter.to(torch.bfloat16).save_pretrained(out / variant.name, max_shard_size="15MB")
+        if new and path.stem in args.save:
+            drafter.to(torch.bfloat16).save_pretrained(out / path.stem, max_shard_size="15MB")
         write_atomically(path, json.dumps(record))
         show(path)
 

@@ -74,6 +74,24 @@ def test_the_recipe_runs_and_goes_on_where_it_was(tmp_path):
     assert (results / "parts.json").exists()
     assert (results / "final.json").stat().st_mtime_ns == kept
     assert run() == ["== final", "== parts"]  # nothing is left to do
+    again = [
+        sys.executable,
+        str(RECIPE.parents[1] / "compare_drafters.py"),
+        "--target",
+        command[2],
+        "--max-length",
+        "64",
+    ]
+    again += ["--train", f"{out}/train.npz", "--continuations", f"{out}/eval.jsonl", "--out", str(results)]
+    again += ["--variants", f"{tmp_path}/parts.json", "--measure", f"{results}/final"]
+    (results / "parts.json").unlink()
+    done = subprocess.run(again, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert (results / "final.json").stat().st_mtime_ns == kept  # its training's record is not written over
+    assert (results / "parts.json").exists()
+    twice = [*again[:-1], f"{tmp_path}/parts"]
+    done = subprocess.run(twice, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode and "found one twice" in done.stderr
 
 
 def processes_with(word: str) -> list[int]:
