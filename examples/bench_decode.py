@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so many")
     parser.add_argument("--hf-batches", type=int, help="batches that the ways of transformers answer; default: all")
     parser.add_argument("--only", choices=("passes", "decode"), help="leave out the other half")
+    parser.add_argument("--trees", type=int, nargs="*", default=[], help="numbers of nodes: trees instead of chains")
     parser.add_argument("--skip", nargs="*", default=[], help="ways of decoding to leave out, by name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -82,6 +83,10 @@ def ways_of(args, target, drafter, temperature: float) -> dict:
         "loop, drafted": lambda inputs: dspine_hf.generate(target, drafter, **inputs, **fast),
         "loop, adaptive": lambda inputs: dspine_hf.generate(target, drafter, adaptive=True, **inputs, **fast),
     }
+    for n in () if temperature else args.trees:
+        ways[f"loop, tree of {n}"] = lambda inputs, n=n: dspine_hf.generate(
+            target, drafter, tree_nodes=n, **inputs, **fast
+        )
     return {name: way for name, way in ways.items() if name not in args.skip}
 
 
