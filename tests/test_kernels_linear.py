@@ -142,3 +142,43 @@ def test_a_call_writes_the_text_of_the_plain_loop(monkeypatch):
     monkeypatch.setattr(fast_linear, "_merge", lambda *args, merge=fast_linear._merge: used.append(1) or merge(*args))
     found = dspine_hf.generate(target, drafter.eval(), compiled="fused", **inputs)
     assert used and torch.equal(found, target.generate(**inputs))
+
+
+def changed_between(x, w, v):
+    x = x * 1
+    first = F.linear(x, w)
+    x.view(-1).add_(1)
+    return first + F.linear(x, v)
+
+
+def gate_before_a_change(x, w, v):
+    x = x * 1
+    gate = F.linear(x, w)
+    x.mul_(2)
+    return F.silu(gate) * F.linear(x, v)
+
+
+def weight_changed_between(x, w, v):
+    first = F.linear(x, w)
+    v[:] = 0.5
+    return first + F.linear(x, v)
+
+
+def gate_by_keyword(x, w, v):
+    return F.silu(input=F.linear(x, w)) * F.linear(x, v)
+
+
+WRITERS = [changed_between, gate_before_a_change, weight_changed_between, gate_by_keyword]
+
+
+@pytest.mark.parametrize("function", WRITERS, ids=lambda function: function.__name__)
+def test_products_around_a_write_keep_their_numbers(function, monkeypatch):
+    monkeypatch.setattr(fast_linear, "_run_on", lambda device: True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((3, 16), (8, 16), (8, 16))
+    inputs = [torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes]
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=lambda graph, example: fast_linear.rewritten(graph), dynamic=False)
+    with torch.no_grad():
+        found, plain = (run(*(tensor.clone() for tensor in inputs)) for run in (compiled, function))
+    torch.testing.assert_close(found.float(), plain.float(), rtol=0.05, atol=0.1)
