@@ -153,7 +153,9 @@ def _widths(
         raise ValueError(f"num_candidates={kept}: expected 1 to {most}, the drafter's own. Pass a number in between.")
     vocabulary = drafter.config.vocab_size
     if sampled is not None and not 1 <= sampled <= vocabulary:
-        raise ValueError(f"num_sampled_candidates={sampled}: expected 1 to {vocabulary}, the vocabulary. Pass fewer.")
+        raise ValueError(
+            f"num_sampled_candidates={sampled}: expected 1 to {vocabulary}, the vocabulary. Pass a number in between."
+        )
     return (kept if kept != most else None), sampled
 
 

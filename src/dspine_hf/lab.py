@@ -308,7 +308,7 @@ def train_variant(
             history.append(entry)
             log(f"{variant.name}: {json.dumps(entry)}")
             total = None
-    rate = (step - 20) / max(1e-9, _now(cuda) - warm)
+    rate = (step - 20 if step > 20 else step) / max(1e-9, _now(cuda) - warm)  # the first steps warm up
     record = {
         "variant": asdict(variant),
         "steps": step,
