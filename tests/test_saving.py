@@ -58,7 +58,7 @@ def test_killed_before_any_step_of_a_save_the_folder_holds_one_drafter_or_none(b
     steps = finished(lambda: save(tmp_path / "measured")).events
     assert steps > 40
     seen = set()
-    for step in range(1, steps + 1, 5):
+    for step in [*range(1, steps - 30, 5), *range(steps - 30, steps + 1)]:
         folder = tmp_path / f"killed-{step}"
         old.save_pretrained(folder, max_shard_size=before)
         assert forked(lambda folder=folder: save(folder), Kill("event", step)).killed
