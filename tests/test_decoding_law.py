@@ -189,7 +189,7 @@ class LawOracle(DSpineDraftModel):
 
 
 def exact_law(target, ids, processors, length):
-    """`{text: probability}` of all texts of `length` tokens after a prompt; a penalty does not count padding."""
+    """`{text: probability}` of all texts of `length` tokens; versions differ in whether a penalty counts padding."""
     texts, mass = torch.zeros(1, 0, dtype=torch.long), torch.ones(1, dtype=torch.double)
     for _ in range(length):
         prefix = torch.cat([ids.expand(len(texts), -1), texts], dim=1)
@@ -206,7 +206,7 @@ def test_draws_of_a_padded_batch_have_the_targets_law(target, setting):
     torch.manual_seed(7)
     drafter = LawOracle.for_target(target, num_hidden_layers=1, block_size=4, transfer_rank=4, num_candidates=K).eval()
     draws, ids = 3000, prompt(3, vocabulary=V)
-    batch = torch.cat([torch.zeros(draws, 2, dtype=torch.long), ids.expand(draws, -1)], dim=1)
+    batch = torch.cat([ids[:, :1].expand(draws, 2), ids.expand(draws, -1)], dim=1)
     mask = (torch.arange(5) >= 2).long().expand(draws, -1)
     options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
     out = dspine_hf.generate(target, drafter, batch, attention_mask=mask, **options)
@@ -224,7 +224,7 @@ def test_draws_have_the_targets_law_where_the_noise_chooses_the_cached_predecess
     shapes = {"num_hidden_layers": 2, "block_size": 4, "transfer_rank": 4, "num_candidates": 1}
     drafter = redraw(DSpineDraftModel.for_target(target, **shapes, num_sampled_candidates=5), 3)
     draws, ids = 6000, prompt(3, vocabulary=small)
-    batch = torch.cat([torch.zeros(draws, 2, dtype=torch.long), ids.expand(draws, -1)], dim=1)
+    batch = torch.cat([ids[:, :1].expand(draws, 2), ids.expand(draws, -1)], dim=1)
     mask = (torch.arange(5) >= 2).long().expand(draws, -1)
     options = {"max_new_tokens": 4, "do_sample": True, "top_k": 0, **setting}
     blocks = spied_blocks(drafter)
