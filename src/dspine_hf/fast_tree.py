@@ -46,32 +46,26 @@ def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nod
         nodes: N; fewer where there are no more paths.
     """
     batch, slots, width = candidates.shape
-    scores = _steps(first)
-    kept = min(nodes, width)
-    total, last = scores.topk(kept, dim=-1)  # [batch, kept] each: of paths, and their last candidates
+    total, last = _steps(first).topk(min(nodes, width), dim=-1)  # [batch, kept] each: of paths, and their ends
     origin = torch.full_like(last, -1)  # the number of the parent among all paths below; -1: the anchor
-    totals, lasts, origins, levels, begin = [total], [last], [origin], [1], 0
+    levels, begin = [(total, last, origin)], 0
     for slot in range(1, slots):
         table = _steps(pairs[:, slot - 1])  # [batch, R, K]
         row = last if table.shape[1] > 1 else torch.zeros_like(last)
         steps = table.gather(1, row.unsqueeze(-1).expand(-1, -1, width))  # [batch, kept, K]
         longer = (total.unsqueeze(-1) + steps).flatten(1)
-        here, kept = begin, min(nodes, longer.shape[1])
-        begin += total.shape[1]
-        total, place = longer.topk(kept, dim=-1)
-        last, origin = place % width, here + place // width
-        totals.append(total)
-        lasts.append(last)
-        origins.append(origin)
-        levels.append(slot + 1)
-    sizes = [t.shape[1] for t in totals]
-    level = torch.cat([torch.full((n,), depth) for n, depth in zip(sizes, levels, strict=True)]).to(candidates.device)
-    everything, last, origin = (torch.cat(parts, dim=1) for parts in (totals, lasts, origins))
+        total, place = longer.topk(min(nodes, longer.shape[1]), dim=-1)
+        last, origin = place % width, begin + place // width
+        begin += steps.shape[1]
+        levels.append((total, last, origin))
+    # Made on the device: a copy from the host could not be captured.
+    level = torch.cat([torch.full_like(ends[0], depth) for depth, (_, ends, _) in enumerate(levels, start=1)])
+    everything, last, origin = (torch.cat(parts, dim=1) for parts in zip(*levels, strict=True))
     chosen = everything.topk(min(nodes, everything.shape[1]), dim=-1).indices.sort(dim=-1).values  # [batch, N]
     depth = level[chosen]
     tokens = candidates.gather(1, (depth - 1).unsqueeze(-1).expand(-1, -1, width))
     tokens = tokens.gather(2, last.gather(1, chosen).unsqueeze(-1)).squeeze(-1)
-    parent = torch.searchsorted(chosen, origin.gather(1, chosen), right=False) + 1
+    parent = torch.searchsorted(chosen, origin.gather(1, chosen)) + 1
     parent = parent.masked_fill(depth == 1, 0)
     rows = torch.cat([torch.zeros_like(parent[:, :1]), parent], dim=1).unsqueeze(-1)
     own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).expand(batch, -1, -1)
