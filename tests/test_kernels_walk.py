@@ -17,6 +17,8 @@ if not kernels.available(DEVICE):
 
 from dspine_hf.kernels.walk import walk_chain  # noqa: E402
 
+from dspine_hf.transfer_dspine import TransitionCache  # noqa: E402
+
 V = 60
 SETTINGS = {
     "plain": {},
@@ -67,7 +69,7 @@ def walked(row, candidates, first, pairs, noise, ids, made):
     only, own = (None if pairs.shape[2] > 1 else torch.zeros_like(candidates[:1, 1:])), slice(row, row + 1)
     block = SimpleNamespace(
         candidates=candidates[own],
-        transitions=SimpleNamespace(first=first[own], pairs=pairs[own], rows=only),
+        transitions=TransitionCache(first[own], pairs[own], only),
         noise=None if noise is None else noise[own],
     )
     return walk_dspine.walk(block, ids[row : row + 1], made, noise is not None, V)

@@ -120,7 +120,9 @@ class TransitionCache:
         if slot == 1:
             return self.first
         assert previous is not None, "slots after the first have a predecessor"
-        rows, index = self.pairs[:, slot - 2], previous.unsqueeze(1)
-        if self.rows is not None:
-            index = self.rows[:, slot - 2].gather(1, index)
-        return rows.gather(1, index.unsqueeze(-1).expand(-1, -1, rows.shape[-1])).squeeze(1)
+        rows, place = self.pairs[:, slot - 2], self.row_after(slot, previous.unsqueeze(1))
+        return rows.gather(1, place.unsqueeze(-1).expand(-1, -1, rows.shape[-1])).squeeze(1)
+
+    def row_after(self, slot: int, index: torch.Tensor) -> torch.Tensor:
+        """Which of the R rows of `slot` (from 2) follows candidate `index` of the slot before: both [batch, 1]."""
+        return index if self.rows is None else self.rows[:, slot - 2].gather(1, index)

@@ -96,14 +96,8 @@ def score_tables(block: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def row_after(block: Any, slot: int, index: torch.Tensor) -> torch.Tensor:
-    """Which of the R rows of `slot` (from 2) follows candidate `index` `[batch, 1]` of the slot before: `[batch, 1]`.
-
-    One row where slots are independent; row i after candidate i where all predecessors are cached.
-    """
-    if block.transitions is None:
-        return torch.zeros_like(index)
-    rows = block.transitions.rows
-    return index if rows is None else rows[:, slot - 2].gather(1, index)
+    """[`TransitionCache.row_after`] of a block; slots on their own have one row."""
+    return torch.zeros_like(index) if block.transitions is None else block.transitions.row_after(slot, index)
 
 
 def sampling_options(
