@@ -2,6 +2,7 @@
 
 import collections
 import glob
+import io
 import json
 import math
 import time
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from .blocks import sample_anchors
+from .journal import write_atomically
 from .losses import LossWeights
 from .modeling_dspine import DSpineDraftModel
 from .muon import MuonAdamW
@@ -71,10 +73,9 @@ def write_sequences(path: Path, sequences: list[tuple[Any, int]], **columns: Any
         "length": np.array([len(tokens) for tokens, _ in sequences], dtype=np.uint16),
         "prompt_length": np.array([prompt for _, prompt in sequences], dtype=np.uint16),
     }
-    part = path.with_name(f"{path.name}.part")
-    with open(part, "wb") as file:
-        np.savez_compressed(file, **arrays, **columns)
-    part.replace(path)
+    file = io.BytesIO()
+    np.savez_compressed(file, **arrays, **columns)
+    write_atomically(path, file.getvalue())
 
 
 def read_continuations(path: str, field: str, per_set: int | None) -> tuple[list[tuple[np.ndarray, int]], list[str]]:
