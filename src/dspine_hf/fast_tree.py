@@ -33,6 +33,12 @@ class Tree:
     depth: torch.Tensor
     sees: torch.Tensor
 
+    @property
+    def bits(self) -> torch.Tensor:
+        """`sees` as numbers `[batch, N + 1]`, int64: bit j of a row is whether it sees row j. At most 63 rows."""
+        places = torch.arange(self.sees.shape[2], device=self.sees.device)
+        return (self.sees.long() << places).sum(-1)
+
 
 def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int) -> Tree:
     """
