@@ -20,6 +20,7 @@ from .fast_tree import Tree
 from .static_cache import Places, RaggedCache
 
 ATTENTION = "dspine_verify"
+TREE_ROWS = 64  # of a tree whose attention is fused: a row's ancestors are the bits of one number
 _ACTIVE = threading.local()
 _LOCK = threading.Lock()
 _BORROWED: dict[int, list[Any]] = {}  # id(config) -> [config, its own attention, how many loops borrow it]
@@ -32,7 +33,9 @@ class Verification:
 
     Attributes:
         attend: the fused attention, or None.
-        start, limit: the first visible column of every batch row `[batch]`, and the last of every row `[batch, rows]`.
+        start, limit: the first visible column of every batch row `[batch]`, and the last of every row `[batch, rows]`;
+            of a tree, every row's place in the text.
+        tree: what the rows of a tree see of each other, as [`Tree.bits`]; None: they are a chain.
         window: how many columns a row of a sliding layer sees; 0: there are no such layers.
         mixed: whether other layers see all columns.
         groups: query heads that share a key head.
@@ -42,6 +45,7 @@ class Verification:
     attend: Any
     start: torch.Tensor
     limit: torch.Tensor
+    tree: torch.Tensor | None
     window: int
     mixed: bool
     groups: int
@@ -70,9 +74,9 @@ def _grouped_attention(
     known = "sliding_window" in kwargs or not verification.mixed
     sliding = bool(verification.window) and (not verification.mixed or bool(kwargs.get("sliding_window")))
     if verification.attend is not None and key.shape == value.shape and known:
-        start, limit = verification.start, verification.limit
-        window = verification.window if sliding else 0
-        out = verification.attend(query, key, value, start, limit, scale=kwargs.get("scaling"), window=window)
+        start, limit, tree = verification.start, verification.limit, verification.tree
+        options = {"scale": kwargs.get("scaling"), "window": verification.window if sliding else 0, "tree": tree}
+        out = verification.attend(query, key, value, start, limit, **options)
         return out.transpose(1, 2), None
     if groups > 1:
         query = query.reshape(batch, key.shape[1], groups * rows, width)
@@ -254,10 +258,10 @@ class TargetPasses:
             start: the first column of every batch row `[batch]`.
             padded: whether any of them is not 0.
             places: where the rows go.
-            tree: what the drafts are where they are no chain; its rows are hidden from fused attention.
+            tree: what the drafts are where they are no chain; fused attention takes trees of up to `TREE_ROWS` rows.
         """
         hidden, window = start if padded else None, self._window
-        attend = self._attend if tree is None else None
+        attend = self._attend if tree is None or ids.shape[1] <= TREE_ROWS else None
         masks = {} if window is None else {True: self._mask(places, hidden, window, tree)}
         if window is None or self._mixed:
             masks[False] = self._mask(places, hidden, None, tree)
@@ -267,9 +271,10 @@ class TargetPasses:
         packed = None
         if attend is None:
             packed = {kind: m if m.shape[2] == 1 else m.repeat(1, 1, self._groups, 1) for kind, m in masks.items()}
-        _ACTIVE.verification = Verification(
-            attend, start, places.index, window or 0, self._mixed, self._groups, packed
-        )
+        limit, bits = places.index, None
+        if tree is not None and attend is not None:
+            limit, bits = limit[:, :1] + tree.depth, tree.bits
+        _ACTIVE.verification = Verification(attend, start, limit, bits, window or 0, self._mixed, self._groups, packed)
         try:
             with borrowed_attention(self.target):
                 return self._run(self._compiled, ids, mask, positions, places)

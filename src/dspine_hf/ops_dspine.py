@@ -187,24 +187,40 @@ def _warped(scores: torch.Tensor, temperature: float, top_k: int, top_p: float, 
 def verify_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: torch.Tensor, limit: torch.Tensor,
     scale: float | None = None, window: int = 0, softcap: float = 0.0, splits: int = 0,
+    tree: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Attention by limits: row t of batch row b sees the keys start[b]..limit[b, t], at most `window` of them.
 
+    With a tree, the key of row i lies in column limit[b, 0] + i, but stands at place limit[b, i] of the text, and row
+    t sees it iff bit i of tree[b, t] is set.
+
     Args:
         q: [batch, heads, rows, head_dim]. k, v: the cache [batch, kv_heads, capacity, head_dim].
-        start: first visible key [batch]. limit: last visible key [batch, rows]; -1 for a row that is padding.
+        start: first visible key [batch]. limit: last visible key [batch, rows]; -1 for a row that is padding. With a
+            tree, the place of every row in the text, that of its root first.
         scale: what q k^T is multiplied by; None: head_dim ** -0.5.
         window: how many keys a row sees at most; 0: all.
         softcap: scores become `softcap * tanh(scores / softcap)`; 0: as they are.
         splits: means nothing here.
+        tree: which rows every row sees, itself among them: int64 [batch, rows], bit i stands for row i. At most 64
+            rows, row 0 the root. None: rows see all keys up to their limits.
 
     Returns:
         [batch, heads, rows, head_dim] in q's dtype; zeros for a row that sees nothing.
     """
     j, last = torch.arange(k.shape[2], device=k.device), limit.unsqueeze(-1)
-    visible = (j >= start.view(-1, 1, 1)) & (j <= last)  # [batch, rows, capacity]
+    place = j  # of a key in the text
+    if tree is None:
+        visible = j <= last  # [batch, rows, capacity]
+    else:
+        i = j - last[:, :1]  # [batch, 1, capacity]
+        own, row = (i >= 0) & (i < limit.shape[1]), i.clamp(0, limit.shape[1] - 1)
+        seen = (tree.unsqueeze(-1) >> row) & 1 == 1
+        visible = (last >= 0) & ((i < 0) | (own & seen))
+        place = torch.where(own, limit.unsqueeze(1).gather(2, row), j)
+    visible = visible & (j >= start.view(-1, 1, 1))
     if window:
-        visible = visible & (j > last - window)
+        visible = visible & (place > last - window)
     visible = visible.unsqueeze(1)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
