@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from . import graphs
 from .compat_dspine import FeatureTaps
 from .fast_criteria import HostCriteria
+from .fast_reports import Draft, Launched, Reports
 from .fast_round import Rounds, Rows
 from .fast_rows import processed_scores, walk_rows
 from .fast_stats import RoundLog
@@ -46,26 +47,6 @@ class Options:
     tree_nodes: int = 0
     clock: Callable[[], float] = time.perf_counter
     recorder: Callable[..., graphs.Recording] = graphs.record
-
-
-@dataclass
-class Draft:
-    """
-    What a round begins with.
-
-    Attributes:
-        slots: how many tokens may be verified, 0 where nothing was drafted.
-        processors: the processors that are active in this round.
-        fast: whether they run on the device.
-        counts: tokens that are each row's own, where they do not.
-        confidence: `[batch][slots]` once the host has read it.
-    """
-
-    slots: int
-    processors: list[Any]
-    fast: bool
-    counts: list[int]
-    confidence: list[list[float]] | None = None
 
 
 class FastCall:
@@ -149,9 +130,11 @@ class FastCall:
         if self.options.adaptive and self.max_slots:
             fresh = Policy(lengths, self.options.clock)
             self.policy = take_policy(self.drafter, self.target, self._kind, fresh)
-        # The next draft is launched before the host reads the last round where nothing on the host can change it.
-        unbound = self.graphed is not None and not self._bounded and not self.criteria.needs_text
-        self._ahead = unbound and self.policy is not None
+        # The device runs ahead of the host where nothing there can change what comes next: a round, or, where a policy
+        # chooses the length of what is verified, a draft.
+        self._ahead = self.graphed is not None and not self._bounded and not self.criteria.needs_text
+        pinned = self._ahead and self.policy is None and self.device.type == "cuda"
+        self._reports = Reports(self.batch * (4 + self.max_slots), pinned)
 
     def _records(self) -> bool:
         """Whether this call replays graphs."""
@@ -173,16 +156,9 @@ class FastCall:
         padded = self.mask is not None and not bool(self.mask.all())
         shape = (drafter, self.batch, padded, eos, self.do_sample, self.max_slots)
         asked, eager = self.options, self.text_config._attn_implementation == "eager"
-        how = (
-            torch.is_inference_mode_enabled(),
-            asked.compiled,
-            asked.fused_attention,
-            asked.widths,
-            eager,
-            asked.tree_nodes,
-        )
-        signature = graphs.signature(self.processors)
-        return (*shape, *how, signature, graphs.state_of(self.target, self.drafter))
+        how = (asked.compiled, asked.fused_attention, asked.widths, asked.tree_nodes, eager)
+        models = graphs.state_of(self.target, self.drafter)
+        return (*shape, *how, torch.is_inference_mode_enabled(), graphs.signature(self.processors), models)
 
     def _make_rounds(self, model_kwargs: dict[str, Any], capacity: int) -> Rounds:
         context = None
@@ -233,19 +209,13 @@ class FastCall:
     def run(self) -> Any:
         """Prefill, rounds until every row is done, and the result."""
         try:
-            self._take(self.prefill(), Draft(0, [], True, [0] * self.batch), 0, None)
-            draft: Draft | None = None
-            while not all(self.done):
-                if self.policy is not None:
-                    self.policy.begin()
-                draft = self._draft() if draft is None else draft
-                kept = self._cut(draft)
-                report = self._verify(draft, kept)
-                following = self._draft(ahead=1 + kept) if self._ahead else None
-                following = following if self._ahead else None
-                self._take(report, draft, kept, following)
-                draft = following
-            return self._finish()
+            launched = self._reports.send(self.prefill(), Draft(0, [], True, [0] * self.batch), 0)
+            while True:
+                ahead = self._run_ahead(launched)
+                self._take(launched)
+                if all(self.done):
+                    return self._finish()
+                launched = self._round(launched.following) if ahead is None else ahead
         finally:
             if self.policy is not None:
                 give_back_policy(self.drafter, self.target, self._kind, self.policy)
@@ -265,6 +235,36 @@ class FastCall:
         for processor in self.processors:
             scores = processor(ids, scores)
         return rounds.accept(scores[:, None], None, None, None)
+
+    def _run_ahead(self, unread: Launched) -> Launched | None:
+        """
+        Launches the round after one whose report was not read yet; None where the host must read that first.
+
+        Where the report turns out to be the last, the round has changed no row: it was in vain, and has drawn random
+        numbers where the call samples.
+        """
+        limit = self.criteria.max_length - 1  # every row that is not done takes a token
+        over = all(done or length >= limit for length, done in zip(self.lengths, self.done, strict=True))
+        if not self._ahead or self.policy is not None or over:
+            return None
+        assert self.graphed is not None
+        ahead = 1 + unread.kept
+        if not self.graphed.recorded(self._room(), self._used(ahead)):
+            return None
+        draft = self._draft(ahead)
+        return self._reports.send(self._verify(draft, draft.slots, ahead), draft, draft.slots)
+
+    def _round(self, draft: Draft | None) -> Launched:
+        """Launches a round with this draft, or with one that it makes."""
+        if self.policy is not None:
+            self.policy.begin()
+        draft = self._draft() if draft is None else draft
+        kept = self._cut(draft)
+        launched = self._reports.send(self._verify(draft, kept), draft, kept)
+        if self._ahead and self.policy is not None:
+            following = self._draft(ahead=1 + kept)
+            launched.following = following if self._ahead else None
+        return launched
 
     def _open(self) -> list[int]:
         """The lengths of the rows that are not done."""
@@ -286,6 +286,10 @@ class FastCall:
     def _shared_column(self) -> int | None:
         return self.lengths[0] - 1 if len(set(self.lengths)) == 1 else None
 
+    def _used(self, ahead: int) -> int:
+        """Upper bound of the columns that a recorded round uses, where rows may have taken `ahead` unseen ones."""
+        return min(max(self.lengths) + ahead, self.criteria.max_length) + self._behind + 1
+
     def _draft(self, ahead: int = 0) -> Draft:
         """
         Drafts a block for every row, where there is room and it pays.
@@ -299,9 +303,10 @@ class FastCall:
         rounds.chain = None
         if not slots or (fast and self.policy is not None and not self.policy.wants_draft()):
             return Draft(0, processors, fast, nothing)
-        columns = max(self.lengths) + ahead + self._behind
-        if self._replay(lambda graphed: graphed.draft(columns)) is not None or (ahead and self.graphed is None):
+        drafted = self._replay(lambda graphed: graphed.draft(self._used(ahead)))
+        if drafted is not None or (ahead and self.graphed is None):
             return Draft(slots, processors, True, nothing)
+        columns = max(self.lengths) + self._behind
         block = rounds.draft(processors if fast else None, columns, self._shared_column())
         if fast:
             return Draft(slots, processors, True, nothing)
@@ -318,13 +323,13 @@ class FastCall:
         rows = [values for values, done in zip(draft.confidence, self.done, strict=True) if not done]
         return self.policy.cut(rows, draft.slots)
 
-    def _verify(self, draft: Draft, kept: int) -> torch.Tensor:
+    def _verify(self, draft: Draft, kept: int, ahead: int = 0) -> torch.Tensor:
         """Runs the target over `kept` drafts of every row; see [`Rows.append`] for what it returns."""
-        rounds, columns = self.rounds, max(self.lengths) + max(kept, self.options.tree_nodes)
-        report = self._replay(lambda graphed: graphed.verify(kept, columns + 1 + self.max_slots))
+        rounds = self.rounds
+        report = self._replay(lambda graphed: graphed.verify(kept, self._used(ahead)))
         if report is not None:
             return report
-        first = self._shared_column()
+        columns, first = max(self.lengths) + max(kept, self.options.tree_nodes), self._shared_column()
         if draft.fast:
             return rounds.verify(1 + kept, draft.processors, columns, first)
         drafts = None if rounds.chain is None else rounds.chain.tokens
@@ -346,16 +351,11 @@ class FastCall:
             self._ahead = False
             return None
 
-    def _take(self, report: torch.Tensor, draft: Draft, kept: int, following: Draft | None) -> None:
+    def _take(self, launched: Launched) -> None:
         """Reads what a round decided, and how sure the next draft is: the one look at the device."""
-        width = report.shape[1]
-        if following is not None and following.slots:
-            assert self.rounds.chain is not None
-            packed = torch.cat([report.double(), self.rounds.chain.confidence.double()], dim=1).tolist()
-            following.confidence = [values[width:] for values in packed]
-            found = [[int(value) for value in values[:width]] for values in packed]
-        else:
-            found = report.tolist()
+        draft, kept, following = launched.draft, launched.kept, launched.following
+        chain = self.rounds.chain if following is not None and following.slots else None
+        found = launched.read(None if chain is None else chain.confidence)
         outcomes, cuts = [], {}
         for row, (count, done, agreed, *tokens) in enumerate(found):
             if self.done[row]:

@@ -64,11 +64,13 @@ class Kept:
         rounds: the device's half of the call.
         recordings: by what they run and over how many columns.
         pool: the memory that the graphs share.
+        left: the event behind all that the last call gave the device to do; None: that was a CPU.
     """
 
     rounds: Rounds
     recordings: dict[tuple, Recording] = field(default_factory=dict)
     pool: Any = None
+    left: Any = None
     captures: ClassVar[int] = 0  # of this process, for measurements
 
     def cleared(self) -> Rounds:
@@ -93,6 +95,12 @@ class GraphedRounds:
         self._kept, self._processors, self._recorder = kept, processors, recorder
         self.rounds = kept.rounds
         self._columns = 0
+
+    def recorded(self, drafts: int, used: int) -> bool:
+        """Whether a round that verifies so many drafts is there already, and need not be captured."""
+        columns = self._bucket(used)
+        keys = [("verify", drafts, columns), *([("draft", columns)] if drafts else [])]
+        return all(key in self._kept.recordings for key in keys)
 
     def draft(self, used: int) -> Chain:
         """Drafts and walks; `used` bounds the columns in use from above."""
@@ -210,7 +218,11 @@ def take(target: Any, key: Any, capacity: int) -> Kept | None:
     """What an earlier call kept under `key`, if it holds `capacity` columns; the caller's until it is put back."""
     with _LOCK:
         found = _KEPT.get(target, {}).pop(key, None)
-    return found if found is not None and found.rounds.passes.cache.capacity >= capacity else None
+    if found is None or found.rounds.passes.cache.capacity < capacity:
+        return None
+    if found.left is not None:  # the last call may have run on another stream
+        torch.cuda.current_stream(found.rounds.rows.length.device).wait_event(found.left)
+    return found
 
 
 def cache_bytes(target: Any) -> int:
@@ -226,6 +238,9 @@ def cache_bytes(target: Any) -> int:
 def keep(target: Any, key: Any, kept: Kept) -> None:
     """Keeps a call's state and graphs for the next; of a target's entries only the latest stay."""
     kept.rounds.detach()
+    device = kept.rounds.rows.length.device
+    if device.type == "cuda":
+        kept.left = torch.cuda.current_stream(device).record_event()
     with _LOCK:
         entries = _KEPT.setdefault(target, {})
         entries[key] = kept
