@@ -176,7 +176,7 @@ class Rounds:
             ops = getattr(self.drafter, "ops", EAGER)
             self.chain = walk_batch(block, processors, rows.seen, self.do_sample, ops)
             if self.nodes and not processors and not self.do_sample:
-                self.chain.tree = grow(block.candidates, *score_tables(block), self.nodes)
+                self.chain.tree = grow(block.candidates, *score_tables(block), self.nodes, ops)
         return block
 
     def _draft_limits(self, places: Places) -> dict[str, Any]:
@@ -253,7 +253,7 @@ class Rounds:
             positions = positions.clamp(max=self.last_position)
         outputs = self.passes.verify(ids, positions, self.rows.start, self.rows.padded, places, tree)
         choice = outputs.logits.to(ids.device).argmax(-1)
-        agreed, tokens, branch = follow(tree, choice, self.max_slots)
+        agreed, tokens, branch = follow(tree, choice, self.max_slots, getattr(self.drafter, "ops", EAGER))
         places, positions = self._places(branch.shape[1], columns, first)
         self.passes.cache.move(places.index[:, :1] + branch, places)
         assert self.context is not None

@@ -9,11 +9,14 @@ from dataclasses import dataclass
 
 import torch
 
+from .ops_dspine import EAGER, FUSED_CANDIDATES, FusedOps, Ops
 from .walk_dspine import finite
 
 # A path must come before what continues it, also where rounding makes both equally likely: every step costs something,
 # and none so much that this would be lost in the sum.
 _STEP, _LEAST = 1e-3, -20.0
+BITS = 63  # drafts whose rows are bits of one number, the anchor's beside them
+FUSED_SLOTS = 32  # more of them, and torch's own operations run
 
 
 @dataclass
@@ -25,22 +28,31 @@ class Tree:
         tokens: `[batch, N]`.
         parent: `[batch, N]`, the row of each token's parent.
         depth: `[batch, N + 1]`, how many steps a row is behind the anchor.
-        sees: `[batch, N + 1, N + 1]`, whether a row sees another: its ancestors and itself.
+        seen: the rows that a row sees, its ancestors and itself, as `bits` or, of more than 63 drafts, as `sees`.
     """
 
     tokens: torch.Tensor
     parent: torch.Tensor
     depth: torch.Tensor
-    sees: torch.Tensor
+    seen: torch.Tensor
 
     @property
     def bits(self) -> torch.Tensor:
-        """`sees` as numbers `[batch, N + 1]`, int64: bit j of a row is whether it sees row j. At most 63 rows."""
-        places = torch.arange(self.sees.shape[2], device=self.sees.device)
-        return (self.sees.long() << places).sum(-1)
+        """`[batch, N + 1]`, int64: bit j of a row is whether it sees row j. Raises ValueError above 63 drafts."""
+        if self.seen.dim() != 2:
+            raise ValueError(f"expected a tree of at most {BITS} drafts; found {self.tokens.shape[1]}.")
+        return self.seen
+
+    @property
+    def sees(self) -> torch.Tensor:
+        """`[batch, N + 1, N + 1]`, whether a row sees another."""
+        if self.seen.dim() != 2:
+            return self.seen
+        places = torch.arange(self.seen.shape[1], device=self.seen.device)
+        return ((self.seen.unsqueeze(-1) >> places) & 1).bool()
 
 
-def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int) -> Tree:
+def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int, ops: Ops = EAGER) -> Tree:
     """
     The likeliest paths.
 
@@ -50,8 +62,11 @@ def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nod
         pairs: later slots' scores `[batch, slots - 1, R, K]`, row i after candidate i of the slot before; R is K, or 1
             where slots are independent.
         nodes: N; fewer where there are no more paths.
+        ops: the drafter's operations: the fused ones among them grow trees of up to 63 drafts in one launch.
     """
     batch, slots, width = candidates.shape
+    if isinstance(ops, FusedOps) and nodes <= BITS and slots <= FUSED_SLOTS and width <= FUSED_CANDIDATES:
+        return Tree(*ops.grow_tree(candidates, first, pairs, nodes))
     total, last = _steps(first).topk(min(nodes, width), dim=-1)  # [batch, kept] each: of paths, and their ends
     origin = torch.full_like(last, -1)  # the number of the parent among all paths below; -1: the anchor
     levels, begin = [(total, last, origin)], 0
@@ -73,35 +88,45 @@ def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nod
     tokens = tokens.gather(2, last.gather(1, chosen).unsqueeze(-1)).squeeze(-1)
     parent = torch.searchsorted(chosen, origin.gather(1, chosen)) + 1
     parent = parent.masked_fill(depth == 1, 0)
-    rows = torch.cat([torch.zeros_like(parent[:, :1]), parent], dim=1).unsqueeze(-1)
-    own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).expand(batch, -1, -1)
-    sees = own
+    rows, depth = (torch.cat([torch.zeros_like(t[:, :1]), t], dim=1) for t in (parent, depth))
+    if rows.shape[1] <= 1 + BITS:
+        own = torch.ones_like(rows) << torch.arange(rows.shape[1], device=rows.device)
+    else:
+        own = torch.eye(rows.shape[1], dtype=torch.bool, device=rows.device).expand(batch, -1, -1)
+        rows = rows.unsqueeze(-1).expand_as(own)
+    seen = own
     for _ in range(slots):
-        sees = own | sees.gather(1, rows.expand_as(sees))
-    return Tree(tokens, parent, torch.cat([torch.zeros_like(depth[:, :1]), depth], dim=1), sees)
+        seen = own | seen.gather(1, rows)
+    return Tree(tokens, parent, depth, seen)
 
 
 def _steps(scores: torch.Tensor) -> torch.Tensor:
     return finite(scores).log_softmax(-1).clamp(min=_LEAST) - _STEP
 
 
-def follow(tree: Tree, choice: torch.Tensor, slots: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def follow(
+    tree: Tree, choice: torch.Tensor, slots: int, ops: Ops = EAGER
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """
     The branch that the target takes.
 
     Args:
         choice: the target's own token after every row `[batch, N + 1]`.
         slots: the length of the longest branch.
+        ops: the drafter's operations: the fused ones among them follow trees of up to 63 drafts in one launch.
 
     Returns:
         How many drafts stand `[batch]`; the tokens `[batch, slots + 1]`: the branch, the target's next token, and
         whatever; the rows of the branch `[batch, slots + 1]`, the anchor's first; those behind it lie in their places.
     """
+    if isinstance(ops, FusedOps) and tree.tokens.shape[1] <= BITS:
+        return ops.follow_tree(tree.tokens, tree.parent, tree.depth, tree.bits, choice, slots)
+    sees = tree.sees
     agree = torch.cat([torch.ones_like(tree.tokens[:, :1], dtype=torch.bool),
                        tree.tokens == choice.gather(1, tree.parent)], dim=1)  # fmt: skip
-    stands = (agree.unsqueeze(1) | ~tree.sees).all(-1)  # [batch, N + 1]: the row and all its ancestors agree
+    stands = (agree.unsqueeze(1) | ~sees).all(-1)  # [batch, N + 1]: the row and all its ancestors agree
     agreed, end = (tree.depth * stands).max(-1)
-    branch = tree.sees.gather(1, end.view(-1, 1, 1).expand(-1, 1, tree.sees.shape[2]))  # [batch, 1, N + 1]
+    branch = sees.gather(1, end.view(-1, 1, 1).expand(-1, 1, sees.shape[2]))  # [batch, 1, N + 1]
     steps = torch.arange(slots + 1, device=choice.device)
     on_it = branch & (tree.depth.unsqueeze(1) == steps.view(1, -1, 1))  # [batch, slots + 1, N + 1]
     rows = torch.where(steps <= agreed.unsqueeze(1), on_it.int().argmax(-1), steps.clamp(max=tree.depth.shape[1] - 1))

@@ -3,7 +3,7 @@
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from types import ModuleType
 
 import torch
@@ -255,6 +255,14 @@ class Ops:
         return self if candidates <= FUSED_CANDIDATES else EAGER
 
 
+@dataclass(frozen=True)
+class FusedOps(Ops):
+    """The fused operations, and those of trees of drafts, whose eager counterparts are in `fast_tree.py`."""
+
+    grow_tree: Callable = field(kw_only=True)
+    follow_tree: Callable = field(kw_only=True)
+
+
 EAGER = Ops()
 _CHOSEN: dict[tuple, Ops] = {}
 
@@ -278,7 +286,7 @@ def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Ops:
         warnings.warn(f"use_fused_kernels=True: {reason}; the eager operations run.", stacklevel=3)
         chosen = EAGER
     else:
-        chosen = Ops(**{op.name: getattr(kernels, op.name) for op in fields(Ops)})
+        chosen = FusedOps(**{op.name: getattr(kernels, op.name) for op in fields(FusedOps)})
     _CHOSEN[device, dtype, rank, candidates] = chosen
     return chosen
 

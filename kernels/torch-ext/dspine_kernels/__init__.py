@@ -13,7 +13,8 @@ if not MISSING:
     from .linear import gated_linear, linears
     from .pairs import pair_scores, pair_write
     from .topk import topk
+    from .tree import follow_tree, grow_tree
     from .walk import walk_chain
 
     __all__ += ["gated_injection", "gated_linear", "linears", "pair_scores", "pair_write", "topk"]
-    __all__ += ["verify_attention", "walk_chain"]
+    __all__ += ["follow_tree", "grow_tree", "verify_attention", "walk_chain"]
