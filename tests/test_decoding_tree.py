@@ -1,16 +1,30 @@
 """Trees of drafts: the likeliest paths, the branch that the target takes, and plain text in every kind of call."""
 
+import functools
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, MistralConfig, MistralForCausalLM
+from torch._dynamo.utils import counters
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+)
 
 import dspine_hf
+from dspine_hf import decoding, fast_call, fast_target, kernels
+from dspine_hf.fast_target import Verification
 from dspine_hf.fast_tree import follow, grow
+from dspine_hf.ops_dspine import EAGER
 from helpers.batch_oracle import batch_oracle, padded
 from helpers.families import family_target
 from helpers.oracle import prompt, small_target
+from test_decoding_graphs import Recorder
 
 SOFT_CAP = {"final_logit_softcapping": 3.0, "attn_logit_softcapping": 5.0, "sliding_window": 6, "head_dim": 8}
 TARGETS = {
@@ -18,6 +32,14 @@ TARGETS = {
     "sliding window": lambda: small_target(seed=2, family=(MistralConfig, MistralForCausalLM), sliding_window=6),
     "window of two": lambda: small_target(seed=2, family=(MistralConfig, MistralForCausalLM), sliding_window=2),
     "mixed windows": lambda: small_target(seed=2, family=(Gemma2Config, Gemma2ForCausalLM), **SOFT_CAP),
+    "mixed windows, no cap": lambda: small_target(
+        seed=2,
+        family=(Gemma3TextConfig, Gemma3ForCausalLM),
+        sliding_window=4,
+        head_dim=8,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
     "learned positions": lambda: family_target("GPT2"),
     "eager attention": lambda: small_target(seed=2, attn_implementation="eager"),
 }
@@ -97,6 +119,19 @@ def target(request):
     return TARGETS[request.param]()
 
 
+@pytest.fixture
+def attended(monkeypatch):
+    """What attention by limits is told of trees, call by call: their shapes, or None for a chain."""
+    found = []
+
+    def verify_attention(*args, tree=None, **options):
+        found.append(None if tree is None else tuple(tree.shape))
+        return EAGER.verify_attention(*args, tree=tree, **options)
+
+    monkeypatch.setattr(fast_call, "fused_ops", lambda *args: replace(EAGER, verify_attention=verify_attention))
+    return found
+
+
 def oracle_of(target, texts, **options):
     references = [target.generate(ids, max_new_tokens=40, do_sample=False)[0] for ids in texts]
     return batch_oracle(target, references, **{"boost": 4.0, "num_candidates": 8, **options})
@@ -118,6 +153,78 @@ def test_text_is_plain_text(target, nodes, end):
     drafter.references, options["attention_mask"] = drafter.references[:1], None
     plain = target.generate(texts[0], **options)
     assert torch.equal(dspine_hf.generate(target, drafter, texts[0], tree_nodes=nodes, **options), plain)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_text_is_plain_text_where_attention_is_told_of_the_tree(name, attended):
+    target, texts = TARGETS[name](), [prompt(length, seed=20 + i) for i, length in enumerate((7, 1, 4))]
+    drafter, (ids, mask) = oracle_of(target, texts), padded(texts)
+    options = {"attention_mask": mask, "max_new_tokens": 25, "do_sample": False}
+    plain = target.generate(ids, **options)
+    dspine_hf.generate(target, drafter, ids, tree_nodes=24, **options)
+    accepted = drafter.generation_stats.accepted
+    out = dspine_hf.generate(target, drafter, ids, tree_nodes=24, fused_attention=True, **options)
+    assert torch.equal(out, plain)
+    assert drafter.generation_stats.accepted == accepted > 3
+    assert ((3, 25) in attended) == (name not in ("mixed windows", "eager attention"))  # the cap is not known
+
+
+@pytest.mark.parametrize(("nodes", "fused"), [(62, True), (63, True), (64, False), (90, False)])
+def test_attention_is_told_of_trees_whose_rows_fit_into_a_number(nodes, fused, attended):
+    target, texts = small_target(seed=2), [prompt(7, seed=20)]
+    drafter, options = oracle_of(target, texts), {"max_new_tokens": 25, "do_sample": False}
+    out = dspine_hf.generate(target, drafter, texts[0], tree_nodes=nodes, fused_attention=True, **options)
+    assert torch.equal(out, target.generate(texts[0], **options))
+    assert ((1, nodes + 1) in attended) == fused
+    assert drafter.generation_stats.accepted > 3
+
+
+@pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+@pytest.mark.parametrize("name", ["full attention", "mixed windows, no cap"])
+def test_text_is_plain_text_through_the_kernel(name):
+    target, texts = TARGETS[name](), [prompt(length, seed=20 + i) for i, length in enumerate((7, 4))]
+    drafter, (ids, mask) = oracle_of(target, texts, block_size=4), padded(texts)
+    options = {"attention_mask": mask, "max_new_tokens": 7, "do_sample": False}
+    out = dspine_hf.generate(target, drafter, ids, tree_nodes=11, fused_attention=True, **options)
+    assert torch.equal(out, target.generate(ids, **options))
+    assert drafter.generation_stats.accepted > 3
+
+
+@pytest.mark.parametrize("name", ["full attention", "mixed windows, no cap"])
+def test_a_graph_looks_at_trees_among_all_columns(name, attended, monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(decoding, "Options", functools.partial(fast_call.Options, recorder=recorder))
+    target, texts = TARGETS[name](), [prompt(length, seed=20 + i) for i, length in enumerate((7, 4))]
+    drafter, (ids, mask) = oracle_of(target, texts), padded(texts)
+    options = {"attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
+    plain = target.generate(ids, **options)
+    for _ in range(2):
+        out = dspine_hf.generate(target, drafter, ids, tree_nodes=20, fused_attention=True, **options)
+        assert torch.equal(out, plain)
+    assert (2, 21) in attended and recorder.recorded == 2
+
+
+@pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+def test_a_compiled_pass_over_a_tree_breaks_no_graph(monkeypatch):
+    target = TARGETS["mixed windows, no cap"]()
+    settings = {"block_size": 3, "num_candidates": 4, "transfer_rank": 16, "num_hidden_layers": 1}
+    drafter = dspine_hf.DSpineDraftModel.for_target(target, **settings).eval()
+    torch._dynamo.reset()
+    counters.clear()
+    genuine, seen = torch.compile, []
+
+    def compiling(call, **more):
+        return genuine(call, backend="aot_eager", **more)
+
+    monkeypatch.setattr(fast_target.torch, "compile", compiling)
+    monkeypatch.setattr(fast_target, "Verification", lambda *args: seen.append(args[3]) or Verification(*args))
+    options = {"max_new_tokens": 4, "do_sample": False}
+    ids = prompt(7)
+    out = dspine_hf.generate(target, drafter, ids, compiled=True, tree_nodes=9, fused_attention=True, **options)
+    assert not counters["graph_break"], dict(counters["graph_break"])
+    assert counters["frames"]["ok"] >= 3
+    assert any(tree is not None and tree.shape == (1, 10) for tree in seen)
+    assert torch.equal(out, target.generate(ids, **options))
 
 
 @pytest.mark.parametrize("options", [{"selection": "independent"}, {"block_size": 2}, {"context_window": 5}], ids=str)
