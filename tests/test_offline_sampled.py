@@ -101,10 +101,11 @@ def test_predecessors_are_as_often_cached_offline_as_in_the_loop(right, monkeypa
     chain = walk_batch(block, [], None, True)
     loop = chain.q[:, 2, 0].log()  # of slot 3's best candidate, after what slots 1 and 2 drew
     offline, generator = [], torch.Generator().manual_seed(1)
-    for drafted in chain.tokens:
+    noise = torch.empty(draws, 1, drafter.config.num_draft_slots, 13).exponential_(generator=generator)
+    for drafted, own in zip(chain.tokens, noise, strict=True):
         text = torch.cat([tokens, drafted[:2], block.candidates[0, 2, :1]])
         states = torch.cat([features[:, :anchor], torch.zeros_like(features[:, : len(text) - anchor])], dim=1)
-        offline.append(draft_log_q(drafter, view, states, torch.tensor([anchor]), text, generator)[0, 2])
+        offline.append(draft_log_q(drafter, view, states, torch.tensor([anchor]), text, own)[0, 2])
     difference = torch.stack(offline) - loop
     off = float(difference.mean().abs() / difference.std() * draws**0.5)
     assert off < 4 if right else off > 8

@@ -20,8 +20,9 @@ from .losses import LossWeights
 from .modeling_dspine import DSpineDraftModel
 from .muon import MuonAdamW
 from .objective import SequenceBatch, block_states, training_loss
-from .offline import greedy_record, offline_drafts
-from .offline_sampled import expected_record, sampled_walk
+from .offline import greedy_record
+from .offline_sampled import expected_record, expected_walk
+from .offline_texts import texts_drafts, texts_log_p, texts_log_q
 
 
 @dataclass
@@ -344,19 +345,18 @@ def evaluate_offline(
         sampled: the continuations were sampled at T = 1 (expected acceptance), else greedy (T = 0).
         end: the token that ends a text; such a last token may be drafted.
     """
-    view = drafter.bind_target(model)
-    rows, seen = [], dict.fromkeys(names, 0)
-    for i, name in enumerate(names):
-        tokens, features, final = store.sequence(i)
-        prompt = int(store.prompt_lengths[i])
+    view, texts = drafter.bind_target(model), store.tokens.cpu().split(store.lengths.tolist())
+    prompts, seen, rows = store.prompt_lengths.tolist(), dict.fromkeys(names, 0), []
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+        found = texts_log_q(drafter, view, store) if sampled else texts_drafts(drafter, view, store)
+        likely = texts_log_p(view, store) if sampled else found
+    for name, tokens, prompt, drafted, log_p in zip(names, texts, prompts, found, likely, strict=True):
         text = tokens[prompt:].tolist()
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            if sampled:
-                walk = sampled_walk(drafter, view, features, final, tokens, prompt, text[-1] == end)
-                record = expected_record(walk)
-            else:
-                drafts = offline_drafts(drafter, view, features, tokens, prompt, chunk=256)
-                record = greedy_record(drafts, text, text[-1] == end)
+        stopped = text[-1] == end
+        if sampled:
+            record = expected_record(expected_walk(drafted, log_p, stopped))
+        else:
+            record = greedy_record(drafted, text, stopped)
         rows.append({"benchmark": name, "index": seen[name], "prompt_tokens": prompt, **record})
         seen[name] += 1
     return rows

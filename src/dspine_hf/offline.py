@@ -7,6 +7,7 @@ import torch
 
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
+from .ops_dspine import topk
 from .target_dspine import TargetView
 from .transfer_dspine import TransitionCache
 
@@ -32,12 +33,43 @@ def draft_from_anchors(
     own = getattr(drafter, "draft_from_anchors", None)
     if own is not None:
         return own(view, features, anchors, anchor_ids, tokens)
-    out = run_blocks(drafter, view, features, anchors[None], anchor_ids[None])
-    unary, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(drafter.config.num_candidates, dim=-1)
-    if drafter.config.selection == "independent":
+    return draft_rows(drafter, view, features, anchors[None], anchor_ids[None])[0]
+
+
+def takes_rows(drafter: DSpineDraftModel) -> bool:
+    """Whether [`draft_rows`] and `offline_sampled.log_q_rows` know a drafter of this kind."""
+    own = hasattr(drafter, "draft_from_anchors") or hasattr(drafter, "draft_log_q")
+    return not own or hasattr(drafter, "scored_candidates") or hasattr(drafter, "unroll")
+
+
+@torch.no_grad()
+def draft_rows(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    anchor_ids: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Greedy drafts from many anchors of several sequences: [rows, blocks, B-1].
+
+    Args:
+        features: [rows, length, len(target_layer_ids) * d]; anchors, anchor_ids: [rows, blocks], below `length`.
+        tokens: [rows, length]; only drafters that go token by token (`unroll`) read them.
+    """
+    if hasattr(drafter, "unroll"):
+        return drafter.unroll(view, features, tokens, anchors)[1]
+    out = run_blocks(drafter, view, features, anchors, anchor_ids)
+    hidden = drafter.norm(out.hidden[:, :, 1:])
+    if hasattr(drafter, "scored_candidates"):
+        candidates, _, cache = drafter.scored_candidates(view, hidden.flatten(0, 1), anchor_ids.flatten())
+        return best_chain(candidates, cache).unflatten(0, anchors.shape)
+    unary, candidates = view.best(hidden, drafter.config.num_candidates, topk)  # [rows, blocks, B-1, K]
+    if drafter.config.selection == "independent" or candidates.shape[2] == 1:
         return candidates[..., 0]
-    hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :-1]).unsqueeze(0), first_slot=2)[0]
-    return best_chain(candidates, TransitionCache(unary[:, 0], view.row_logits(hidden, candidates[:, 1:])))
+    hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :, :-1]), first_slot=2)
+    cache = TransitionCache(unary[:, :, 0].flatten(0, 1), view.row_logits(hidden, candidates[:, :, 1:]).flatten(0, 1))
+    return best_chain(candidates.flatten(0, 1), cache).unflatten(0, anchors.shape)
 
 
 def best_chain(candidates: torch.Tensor, cache: TransitionCache) -> torch.Tensor:

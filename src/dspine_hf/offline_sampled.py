@@ -12,8 +12,11 @@ import torch
 
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
+from .ops_dspine import topk
 from .target_dspine import TargetView
 from .transfer_dspine import predecessor_keys
+
+NOISE_PLACES = 256  # of a text, whose noise is drawn at a time
 
 
 @dataclass
@@ -33,57 +36,90 @@ def draft_log_q(
     features: torch.Tensor,
     anchors: torch.Tensor,
     tokens: torch.Tensor,
-    generator: torch.Generator | None = None,
+    noise: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Log-probability of each slot's true token in the walk, given the true tokens before it: [blocks, B-1] fp32.
 
     -inf where the true token is no candidate. Where fewer predecessors are cached than candidates are sampled from,
-    whether a true one is cached depends on the walk's noise: that is drawn here, given that the true tokens came of
-    it, so that an expectation over these figures is the loop's. A drafter's own `draft_log_q` goes first.
+    whether a true one is cached depends on the walk's noise, given that the true tokens came of it: with noise drawn
+    afresh, an expectation over these figures is the loop's. A drafter's own `draft_log_q` goes first.
 
     Args:
         features: the target's states of the sequence [1, length, len(ids) * d]; anchors: [blocks]; tokens: [length].
-        generator: of that noise.
+        noise: exponential variables [blocks, B-1, 1 + S]; None: drawn here.
     """
     own = getattr(drafter, "draft_log_q", None)
     if own is not None:
         return own(view, features, anchors, tokens)
     window = true_window(tokens, anchors, drafter.config.block_size)  # [blocks, B]
-    out = run_blocks(drafter, view, features, anchors[None], window[None, :, 0])
+    noise = None if noise is None else noise[None]
+    return log_q_rows(drafter, view, features, anchors[None], window[None], noise=noise)[0]
+
+
+@torch.no_grad()
+def log_q_rows(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    anchors: torch.Tensor,
+    window: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+    noise: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As [`draft_log_q`], from many anchors of several sequences: [rows, blocks, B-1] fp32.
+
+    Args:
+        features: [rows, length, len(ids) * d]; anchors: [rows, blocks], below `length`.
+        window: the true tokens from each anchor on [rows, blocks, B].
+        tokens: [rows, length]; only drafters that go token by token (`unroll`) read them.
+        noise: [rows, blocks, B-1, 1 + S]; None: drawn here.
+    """
+    truth = window[..., 1:]
+    if hasattr(drafter, "unroll"):
+        states, _ = drafter.unroll(view, features, tokens, anchors, window[..., :-1])
+        return view.logits(states).log_softmax(-1).gather(-1, truth.unsqueeze(-1)).squeeze(-1)
+    out = run_blocks(drafter, view, features, anchors, window[..., 0])
+    states = drafter.norm(out.hidden[:, :, 1:])
+    if hasattr(drafter, "true_log_q"):
+        return drafter.true_log_q(view, states.flatten(0, 1), window.flatten(0, 1)).unflatten(0, anchors.shape)
     width, kept = drafter.config.sampling_width, drafter.config.num_candidates
-    unary, candidates = view.logits(drafter.norm(out.hidden[0, :, 1:])).topk(width, dim=-1)  # [blocks, B-1, S]
-    if drafter.config.selection == "independent" or window.shape[1] == 2:
-        return candidate_log_q(unary, candidates, window[:, 1:])
-    messages = view.phi(window[:, 1:-1]).unsqueeze(-2).unsqueeze(0)  # [1, blocks, B-2, 1, r]
-    hidden = drafter.rewrite(out.rewrite, messages, first_slot=2)[0].squeeze(-2)
-    given = view.logits(hidden).gather(-1, candidates[:, 1:])  # [blocks, B-2, S]
-    scores = torch.cat([unary[:, :1], given], dim=1)
+    unary, candidates = view.best(states, width, topk)  # [rows, blocks, B-1, S]
+    if drafter.config.selection == "independent" or window.shape[-1] == 2:
+        return candidate_log_q(unary, candidates, truth)
+    messages = view.phi(window[..., 1:-1]).unsqueeze(-2)  # [rows, blocks, B-2, 1, r]
+    hidden = drafter.rewrite(out.rewrite, messages, first_slot=2).squeeze(-2)
+    given = view.logits(hidden).gather(-1, candidates[:, :, 1:])  # [rows, blocks, B-2, S]
+    scores = torch.cat([unary[:, :, :1], given], dim=2)
     if kept < width:
-        scores = _scores_of_the_walk(unary, scores, candidates == window[:, 1:, None], kept, generator)
-    return candidate_log_q(scores, candidates, window[:, 1:])
+        if noise is None:
+            noise = unary.new_empty(*unary.shape[:-1], 1 + width).exponential_()
+        found = (candidates == truth.unsqueeze(-1)).flatten(0, 1)
+        scores = _scores_of_the_walk(unary.flatten(0, 1), scores.flatten(0, 1), found, kept, noise.flatten(0, 1))
+        scores = scores.unflatten(0, anchors.shape)
+    return candidate_log_q(scores, candidates, truth)
 
 
 def _scores_of_the_walk(
-    unary: torch.Tensor, given: torch.Tensor, true: torch.Tensor, kept: int, generator: torch.Generator | None
+    unary: torch.Tensor, given: torch.Tensor, true: torch.Tensor, kept: int, noise: torch.Tensor
 ) -> torch.Tensor:
     """The rows [blocks, slots, S] that the walk used on its way to the true tokens: `given` after a cached
     predecessor, `unary` after another one.
 
     A walk chooses the first of exponential arrivals with rates q. Given which was first, its time t is exponential
-    with rate 1, and every other arrival is t plus a time of its own: noise, an arrival times its rate, is t q at the
-    first and t q + e elsewhere.
+    with rate 1, and every other arrival is t plus a time of its own: an arrival times its rate is t q at the first and
+    t q + e elsewhere.
 
     Args:
         true: which candidate is the true token [blocks, slots, S]. kept: K.
+        noise: exponential variables [blocks, slots, 1 + S]: t, and e of every candidate.
     """
     rows, cached = [], torch.ones_like(true[:, 0, :1])
     for slot in range(unary.shape[1]):
         rows.append(torch.where(cached, given[:, slot], unary[:, slot]))
         first = true[:, slot]
-        arrival = torch.empty_like(rows[-1][:, :1]).exponential_(generator=generator)
-        later = torch.empty_like(rows[-1]).exponential_(generator=generator)
-        noise = arrival * rows[-1].softmax(-1) + later.masked_fill(first, 0.0)
-        keys = predecessor_keys(unary[:, slot], noise)
+        arrival, later = noise[:, slot, :1], noise[:, slot, 1:]
+        arrivals = arrival * rows[-1].softmax(-1) + later.masked_fill(first, 0.0)
+        keys = predecessor_keys(unary[:, slot], arrivals)
         own = keys.masked_fill(~first, float("-inf")).amax(-1, keepdim=True)
         cached = (keys > own).sum(-1, keepdim=True) < kept
     return torch.stack(rows, dim=1)
@@ -127,6 +163,42 @@ def expected_walk(log_q: torch.Tensor, log_p: torch.Tensor, stopped: bool = Fals
     return ExpectedWalk(n, rounds, trials, hits)
 
 
+def walk_noise(drafter: DSpineDraftModel, places: int, device: torch.device | str) -> torch.Tensor | None:
+    """The noise of [`draft_log_q`] for every place of a text [at least `places`, B-1, 1 + S], the same at every call.
+
+    None for a drafter that needs none. A longer text has the noise of a shorter one at the same places.
+    """
+    config, width = drafter.config, drafter.config.sampling_width
+    if hasattr(drafter, "draft_log_q") or config.selection == "independent" or config.num_candidates >= width:
+        return None
+    generator = torch.Generator(device).manual_seed(0)
+    shape = (NOISE_PLACES, config.num_draft_slots, 1 + width)
+    parts = [
+        torch.empty(shape, device=device).exponential_(generator=generator)
+        for _ in range(-(-max(places, 1) // NOISE_PLACES))
+    ]
+    return torch.cat(parts)
+
+
+def text_log_q(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    features: torch.Tensor,
+    tokens: torch.Tensor,
+    prompt_length: int,
+    chunk: int = 256,
+) -> torch.Tensor:
+    """[`draft_log_q`] from every token of a continuation but the last: [n - 1, B-1]; arguments as in
+    [`offline.offline_drafts`]."""
+    anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
+    noise = walk_noise(drafter, len(anchors), tokens.device)
+    parts = []
+    for part in anchors.split(chunk):
+        own = None if noise is None else noise[part - prompt_length]
+        parts.append(draft_log_q(drafter, view, features, part, tokens, own))
+    return torch.cat(parts)
+
+
 @torch.no_grad()
 def sampled_walk(
     drafter: DSpineDraftModel,
@@ -145,11 +217,13 @@ def sampled_walk(
         final: the target's normed last states [1, length, d].
         stopped: as in [`expected_walk`].
     """
-    anchors = torch.arange(prompt_length, tokens.shape[0] - 1, device=tokens.device)
-    noise = torch.Generator(tokens.device).manual_seed(0)
-    log_q = torch.cat([draft_log_q(drafter, view, features, part, tokens, noise) for part in anchors.split(chunk)])
-    rows = view.logits(final[0, prompt_length - 1 : -1]).log_softmax(-1)
-    return expected_walk(log_q, rows.gather(1, tokens[prompt_length:, None]).squeeze(1), stopped)
+    log_q = text_log_q(drafter, view, features, tokens, prompt_length, chunk)
+    return expected_walk(log_q, true_log_p(view, final[0, prompt_length - 1 : -1], tokens[prompt_length:]), stopped)
+
+
+def true_log_p(view: TargetView, final: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The target's log-probability of tokens [n] after its normed last states [n, d]: [n] fp32."""
+    return view.logits(final).log_softmax(-1).gather(1, tokens.unsqueeze(1)).squeeze(1)
 
 
 def expected_record(walk: ExpectedWalk, **more: Any) -> dict[str, Any]:
