@@ -5,9 +5,9 @@
 
 At batch 1 the prompts are answered one after another, else in full batches. Ways take turns; the two of transformers
 run once per prompt, the loop's `--repeats` times after one time that does not count. Runs that captured a graph or
-compiled something all the same are named ("unsettled") and left out of the figures. Peak memory is that of a way's
-first call, with nothing kept from another one. With `--seconds` it stops in time and writes what it has; the file is
-written after every case.
+compiled something all the same are named ("unsettled") and left out of the figures. "peak_bytes" is the memory of a
+call like the timed ones with nothing kept from another way, "cache_bytes" what of it are caches. With `--seconds` it
+stops in time and writes what it has; the file is written after every case.
 
 Then single passes behind a context: a draft, verifications of 1..16 rows, whole rounds; beside them the floor, the
 bytes of the weights at the bandwidth of a copy. Random weights accept nothing: their rounds give the speed-up at any
@@ -17,6 +17,7 @@ acceptance length.
 import argparse
 import json
 import time
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -28,6 +29,7 @@ from torch._dynamo.utils import counters
 
 import dspine_hf
 from dspine_hf import graphs
+from dspine_hf.compat_dspine import find_cache
 from dspine_hf.fast_call import FastCall, Options
 
 PLAIN, STATIC = "plain generate()", "loop, no drafter"
@@ -72,32 +74,33 @@ def parse() -> argparse.Namespace:
 
 
 def ways_of(args, target, drafter, temperature: float) -> dict:
-    """Every way to decode a batch, by name: what it does with the inputs."""
+    """Every way to decode a batch, by name: what takes the batch's inputs."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     options = {**sampling, "max_new_tokens": args.max_new_tokens}
     fast = {**options, "compiled": args.compile, "fused_attention": args.fused}
     ways = {
-        PLAIN: lambda inputs: target.generate(**inputs, **options),
-        STATIC: lambda inputs: dspine_hf.generate(target, None, **inputs, **fast),
-        "drafted generate()": lambda inputs: target.generate(**inputs, **options, assistant_model=drafter),
-        "loop, drafted": lambda inputs: dspine_hf.generate(target, drafter, **inputs, **fast),
-        "loop, adaptive": lambda inputs: dspine_hf.generate(target, drafter, adaptive=True, **inputs, **fast),
+        PLAIN: partial(target.generate, **options),
+        STATIC: partial(dspine_hf.generate, target, None, **fast),
+        "drafted generate()": partial(target.generate, assistant_model=drafter, **options),
+        "loop, drafted": partial(dspine_hf.generate, target, drafter, **fast),
+        "loop, adaptive": partial(dspine_hf.generate, target, drafter, adaptive=True, **fast),
     }
     for n in () if temperature else args.trees:
-        ways[f"loop, tree of {n}"] = lambda inputs, n=n: dspine_hf.generate(
-            target, drafter, tree_nodes=n, **inputs, **fast
-        )
+        ways[f"loop, tree of {n}"] = partial(dspine_hf.generate, target, drafter, tree_nodes=n, **fast)
     return {name: way for name, way in ways.items() if name not in args.skip}
 
 
-def first_call(args, target, run, inputs: dict) -> dict:
-    """Runs a way once, with nothing kept from earlier calls: it warms up; the memory that it took."""
+def memory_of(args, target, run, inputs: dict, calls: int) -> dict:
+    """Runs a way with nothing kept from other ways, so that it is warm: the memory of the last of the calls."""
     graphs.release(target)
-    if args.device.startswith("cuda"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    run(inputs)
-    found = {"cache_bytes": graphs.cache_bytes(target)}
+    for _ in range(calls):
+        if args.device.startswith("cuda"):
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        out = run(**inputs, return_dict_in_generate=True)
+    layers = getattr(find_cache(out), "layers", [])  # of transformers' own caches
+    own = sum(rows.nbytes for layer in layers for rows in (layer.keys, layer.values))
+    found = {"cache_bytes": graphs.cache_bytes(target) + own}
     if args.device.startswith("cuda"):
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found
@@ -113,7 +116,8 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     texts: dict = {name: {} for name in ways}
     for name, run in ways.items():
         if time.monotonic() < args.end:
-            figures[name] |= first_call(args, target, run, batches[0])
+            calls = 1 if name in HF_WAYS else 2  # the first one captures graphs
+            figures[name] |= memory_of(args, target, run, batches[0], calls)
     for repeat in range(-1, args.repeats):
         for number, inputs in enumerate(batches):
             for name, run in ways.items():
@@ -123,7 +127,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
                 before = preparations()
                 synchronise(args.device)
                 began = time.perf_counter()
-                out = run(inputs)
+                out = run(**inputs)
                 synchronise(args.device)
                 seconds = time.perf_counter() - began
                 if repeat < 0:
@@ -228,12 +232,8 @@ def show(result: dict) -> None:
     table = Table("case", "way", "tokens/s", "ratio", "to the static loop", "acceptance", "over plain, MiB", "bound")
     for case, figures in result["decode"].items():
         for name, f in figures.items():
-            numbers = [
-                f["tokens_per_second"],
-                f.get("ratio", 0),
-                f.get("ratio_static", 0),
-                f.get("acceptance_length", 1),
-            ]
+            numbers = [f["tokens_per_second"], f.get("ratio", 0), f.get("ratio_static", 0)]
+            numbers.append(f.get("acceptance_length", 1))
             sizes = [f"{f.get(key, 0) / 2**20:.0f}" for key in ("peak_over_plain", "bound")]
             table.add_row(case, name, *(f"{number:.2f}" for number in numbers), *sizes)
     Console(width=140).print(table)

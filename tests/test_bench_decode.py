@@ -32,6 +32,8 @@ def test_the_tiny_benchmark_writes_ratios_pass_costs_and_the_floor(tmp_path):
     }  # fmt: skip
     assert ways["plain generate()"]["ratio"] == 1.0 and ways["loop, drafted"]["acceptance_length"] >= 1.0
     assert all(way["tokens_per_second"] > 0 for way in ways.values())
+    greedy = found["decode"]["batch 1, T=0.0"]
+    assert greedy["plain generate()"]["cache_bytes"] == greedy["drafted generate()"]["cache_bytes"] > 0
     passes = found["passes"]["2"]
     assert passes["draft"] > 0 and set(passes["verify"]) == set(passes["round"]) == {"1", "2", "3", "4"}
     assert found["floor"]["target"] > 0 and found["floor"]["drafter"] > 0
