@@ -51,6 +51,7 @@ def main() -> None:
     for name, value in (numbers | {"per-set": 128, "rank": 0, "world": 1}).items():
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--seconds", type=float, default=1e9, help="start no batch of single turns after this long")
+    parser.add_argument("--attention", choices=("auto", "sdpa", "fused"), default="auto", help="auto: fused on CUDA")
     args = parser.parse_args()
     started = time.perf_counter()
     for pattern in filter(None, (args.prompts, args.evaluate)):
@@ -61,7 +62,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_target(args.target, dtype=torch.bfloat16 if device == "cuda" else torch.float32)
     model.to(device)
-    writer = ChatWriter(tokenizer, lambda length: StepDecoder(model, args.batch, length))
+    writer = ChatWriter(tokenizer, lambda length: StepDecoder(model, args.batch, length, args.attention))
     if args.evaluate:
         evaluate(writer, args)
     prompts = []

@@ -4,8 +4,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from dspine_hf.bulk import ChatWriter, StepDecoder, in_batches
+from dspine_hf import bulk
+from dspine_hf.bulk import ChatWriter, StepDecoder, fused_attention, in_batches
+from dspine_hf.ops_dspine import find_kernels
 from helpers.tiny_files import save_tiny_target, tiny_chat_target
+
+KERNELS, REASON = find_kernels()
+REASON = KERNELS.why_not("cpu") if KERNELS is not None else REASON
+needs_kernels = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
 class Scripted:
@@ -37,6 +43,54 @@ def test_greedy_rows_equal_generate_and_end_with_the_stop_token():
     for prompt, row in zip(prompts, found, strict=True):
         plain = target.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0].tolist()
         assert row == plain
+
+
+@needs_kernels
+def test_fused_attention_writes_the_texts_of_sdpa_from_the_written_columns_alone():
+    target = tiny_chat_target()
+    torch.manual_seed(1)
+    prompts = [torch.randint(4, 40, (n,)).tolist() for n in (2, 4)]
+    found = []
+    for attention in ("sdpa", "fused"):
+        decoder = StepDecoder(target, 2, 10, attention)
+        assert (decoder.fused is not None) == (attention == "fused")
+        if attention == "fused":
+            decoder.keys.fill_(float("nan"))
+            decoder.values.fill_(float("nan"))
+        torch.manual_seed(2)
+        found.append(decoder.run(prompts, [0.0, 1.0], 6, 3))
+    assert found[0] == found[1]
+
+
+def test_attention_is_sdpa_without_cuda_and_refused_where_it_cannot_run(monkeypatch):
+    assert fused_attention("auto", "cpu", torch.float32) is None
+    monkeypatch.setattr(bulk, "find_kernels", lambda: (None, "triton is missing"))
+    assert fused_attention("auto", "cuda", torch.bfloat16) is None
+    with pytest.raises(ValueError, match="triton is missing"):
+        fused_attention("fused", "cuda", torch.bfloat16)
+    with pytest.raises(ValueError, match="'flash'"):
+        fused_attention("flash", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("stop", [3, 17])
+def test_steps_end_once_every_row_has_and_the_texts_stay(stop, monkeypatch):
+    target = tiny_chat_target()
+    torch.manual_seed(1)
+    prompts = [[*torch.randint(4, 40, (n,)).tolist(), stop] for n in (3, 14, 5, 9)]  # a stop in a prompt ends nothing
+    long = StepDecoder(target, 4, 120).run(prompts, [0.0] * 4, 60, stop)
+    for every in (1, 4):
+        monkeypatch.setattr(bulk, "CHECK_EVERY", every)
+        decoder = StepDecoder(target, 4, 120)
+        assert decoder.run(prompts, [0.0] * 4, 60, stop) == long
+        written = [len(row) for row in long]
+        assert max(written) - 1 <= int(decoder.place) < max(written) - 1 + every
+
+
+def test_rows_that_have_all_their_tokens_are_waited_for_no_longer(monkeypatch):
+    monkeypatch.setattr(bulk, "CHECK_EVERY", 1)
+    decoder = StepDecoder(tiny_chat_target(), 2, 60)
+    rows = decoder.run([[5, 6, 7], [9, 8, 7, 6, 5]], [0.0, 0.0], 4, -1)
+    assert [len(row) for row in rows] == [7, 9] and int(decoder.place) == 8
 
 
 def test_a_row_is_cut_at_the_decoders_length():

@@ -7,21 +7,31 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from .ops_dspine import find_kernels
+
+CHECK_EVERY = 32  # steps between two looks at whether every row has ended
+
 
 class StepDecoder:
     """One decode step of a Llama model over a static cache; sequences advance in lockstep, prompts are forced.
 
     Args:
         model: a LlamaForCausalLM without biases. batch: rows. length: tokens per row, prompt included.
+        attention: "sdpa" reads the whole cache in every step, "fused" its written columns alone (Triton); "auto" is
+            "fused" on CUDA where the kernels can run.
+
+    Raises:
+        ValueError: "fused" was asked for and the kernels cannot run.
     """
 
-    def __init__(self, model: Any, batch: int, length: int):
+    def __init__(self, model: Any, batch: int, length: int, attention: str = "auto"):
         config, self.length = model.config, length
         self.heads, self.kv = config.num_attention_heads, config.num_key_value_heads
         self.hd, self.eps = config.hidden_size // self.heads, config.rms_norm_eps
         self.embed, self.head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
         self.final_norm = model.model.norm.weight
         device, dtype = model.device, model.dtype
+        self.fused = fused_attention(attention, device.type, dtype)
         self.layers = [
             (
                 layer.input_layernorm.weight,
@@ -41,34 +51,47 @@ class StepDecoder:
         self.forced = torch.zeros(batch, dtype=torch.long, device=device)
         self.temperature = torch.zeros(batch, 1, device=device)
         self.place = torch.zeros(1, dtype=torch.long, device=device)
+        self.first = torch.zeros(batch, dtype=torch.long, device=device)
         self.graph = None
 
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         half = x.shape[-1] // 2
         return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
+    def _attend(self, q: torch.Tensor, layer: int, mask: torch.Tensor | None) -> torch.Tensor:
+        """The columns up to `place`: q [batch, heads, hd] -> [batch, heads * hd]."""
+        keys, values, rows = self.keys[layer], self.values[layer], len(q)
+        if self.fused is not None:
+            out = self.fused(q.unsqueeze(2), keys, values, self.first, self.place.expand(rows, 1))
+        else:
+            q = q.reshape(rows, self.kv, self.heads // self.kv, self.hd)
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        return out.reshape(rows, -1)
+
+    def _mask(self, rows: int) -> torch.Tensor | None:
+        if self.fused is not None:
+            return None
+        mask = (torch.arange(self.length, device=self.place.device) <= self.place).view(1, 1, 1, -1)
+        return mask.expand(rows, 1, self.heads // self.kv, -1)
+
     def step(self) -> None:
         """Run column `place` of `tokens` and write column `place + 1` where it is not forced."""
         ids = self.tokens.index_select(1, self.place).squeeze(1)
         cos, sin = self.cos.index_select(0, self.place), self.sin.index_select(0, self.place)
-        mask = (torch.arange(self.length, device=ids.device) <= self.place).view(1, 1, 1, -1)
-        mask = mask.expand(len(ids), 1, self.heads // self.kv, -1)
-        h = self.embed[ids]
+        h, mask = self.embed[ids], self._mask(len(ids))
         d = h.shape[-1]
         for i, (norm, qkv, out, mlp_norm, gate_up, down) in enumerate(self.layers):
             x = F.linear(F.rms_norm(h, (d,), norm, self.eps), qkv).view(len(ids), -1, self.hd)
-            q, k, v = x.split([self.heads, self.kv, self.kv], dim=1)
-            q, k = self._rotate(q, cos, sin), self._rotate(k, cos, sin)
+            x, v = x.split([self.heads + self.kv, self.kv], dim=1)
+            q, k = self._rotate(x, cos, sin).split([self.heads, self.kv], dim=1)
             self.keys[i].index_copy_(2, self.place, k.unsqueeze(2))
             self.values[i].index_copy_(2, self.place, v.unsqueeze(2))
-            q = q.reshape(len(ids), self.kv, self.heads // self.kv, self.hd)
-            x = F.scaled_dot_product_attention(q, self.keys[i], self.values[i], attn_mask=mask)
-            h = h + F.linear(x.reshape(len(ids), -1), out)
+            h = h + F.linear(self._attend(q, i, mask), out)
             gate, up = F.linear(F.rms_norm(h, (d,), mlp_norm, self.eps), gate_up).chunk(2, dim=-1)
             h = h + F.linear(F.silu(gate) * up, down)
         logits = F.linear(F.rms_norm(h, (d,), self.final_norm, self.eps), self.head).float()
-        noise = -torch.log(torch.empty_like(logits).exponential_().clamp_min_(1e-20))
-        chosen = torch.argmax(logits + self.temperature * noise, dim=-1)
+        gumbel = torch.empty_like(logits).exponential_().clamp_min_(1e-20).log_()  # up to its sign
+        chosen = logits.addcmul_(self.temperature, gumbel, value=-1).argmax(dim=-1)
         after = self.place + 1
         given = self.tokens.index_select(1, after).squeeze(1)
         chosen = torch.where(after < self.forced, given, chosen)
@@ -78,22 +101,31 @@ class StepDecoder:
     @torch.no_grad()
     def run(self, prompts: list[list[int]], temperature: list[float], new_tokens: int, stop: int) -> list[list[int]]:
         """Prompt + up to `new_tokens` tokens of each, ended after the token `stop`."""
-        self.tokens.zero_()
-        for row, prompt in enumerate(prompts):
-            self.tokens[row, : len(prompt)] = torch.tensor(prompt)
-        self.forced.zero_()
-        self.forced[: len(prompts)] = torch.tensor([len(p) for p in prompts], device=self.forced.device)
-        self.temperature.zero_()
-        self.temperature[: len(prompts), 0] = torch.tensor(temperature, device=self.forced.device)
-        self.place.zero_()
+        device, rows, longest = self.tokens.device, len(prompts), max(map(len, prompts))
+        forced = torch.tensor([len(prompt) for prompt in prompts])
+        padded = torch.tensor([prompt + [0] * (longest - len(prompt)) for prompt in prompts])
+        for whole in (self.tokens, self.forced, self.temperature, self.place):
+            whole.zero_()
+        self.tokens[:rows, :longest] = padded.to(device)
+        self.forced[:rows] = forced.to(device)
+        self.temperature[:rows, 0] = torch.tensor(temperature).to(device)
         if self.graph is None and self.tokens.is_cuda:
             self._capture()
-        for _ in range(min(self.length - 1, max(map(len, prompts)) + new_tokens - 1)):
+        for step in range(1, min(self.length, longest + new_tokens)):
             self.graph.replay() if self.graph is not None else self.step()
-        rows = self.tokens[: len(prompts)].tolist()
+            if step % CHECK_EVERY == 0 and self._ended(rows, step, new_tokens, stop):
+                break
+        found = self.tokens[:rows].tolist()
         return [
-            _cut(row, len(prompt), new_tokens, stop, self.length) for row, prompt in zip(rows, prompts, strict=True)
+            _cut(row, len(prompt), new_tokens, stop, self.length) for row, prompt in zip(found, prompts, strict=True)
         ]
+
+    def _ended(self, rows: int, place: int, new_tokens: int, stop: int) -> bool:
+        """Whether each of the first `rows` rows, written up to column `place`, has its `stop` or all its tokens."""
+        forced = self.forced[:rows]
+        columns = torch.arange(place + 1, device=forced.device)
+        stopped = (self.tokens[:rows, : place + 1] == stop) & (columns >= forced.unsqueeze(1))
+        return bool((stopped.any(1) | (forced + new_tokens <= place + 1)).all())
 
     def _capture(self) -> None:
         side = torch.cuda.Stream()
@@ -106,6 +138,25 @@ class StepDecoder:
         with torch.cuda.graph(self.graph):
             self.step()
         self.place.zero_()
+
+
+def fused_attention(attention: str, device: str, dtype: torch.dtype) -> Callable | None:
+    """The kernels' `verify_attention`, or None where [`StepDecoder`] is to use SDPA; arguments as there.
+
+    Args:
+        device: its type.
+    """
+    if attention not in ("auto", "sdpa", "fused"):
+        raise ValueError(f"expected attention 'auto', 'sdpa' or 'fused'; found {attention!r}.")
+    if attention == "sdpa" or (attention == "auto" and device != "cuda"):
+        return None
+    kernels, reason = find_kernels()
+    reason = kernels.why_not(device, dtype=dtype) if kernels is not None else reason
+    if kernels is not None and not reason:
+        return kernels.verify_attention
+    if attention == "fused":
+        raise ValueError(f"expected fused attention to run here; found that {reason}. Use attention='sdpa'.")
+    return None
 
 
 def _cut(row: list[int], prompt: int, new_tokens: int, stop: int, length: int) -> list[int]:
