@@ -1,9 +1,10 @@
 """Time DSpine's fused operations and whole draft passes: python examples/bench_kernels.py --out kernels.json
 
 Every operation at the draft shapes of Qwen3-8B: eager, torch.compile of eager, fused, and the floor: the bytes that
-must move, at the bandwidth of a device copy. Then a draft pass behind 1024 rows of context, walk included, of DSpine
-and of DFlash on the same backbone. Times are medians over replays of a CUDA graph that takes turns among input sets,
-so that weights come from memory and not from a cache. After that, fused results are compared with fp64 ones on
+must move, at the bandwidth of a device copy; attention over trees of drafts too, beside chains as long. Then a draft
+pass behind 1024 rows of context, walk included, of DSpine and of DFlash on the same backbone. Times are medians over
+replays of a CUDA graph that takes turns among input sets, so that weights come from memory and not from a cache. After
+that, fused results are compared with fp64 ones on
 buffers filled with NaN, at the corners of the shape grid: all low, all high, each parameter alone high.
 `--guard` puts every input between margins of NaN, which must stay, and must not be read.
 `--tiny` goes through the same steps in small, on the CPU with TRITON_INTERPRET=1.
@@ -31,6 +32,7 @@ from dspine_hf.ops_dspine import EAGER, Ops, fused_ops
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 CACHE_BYTES = 200e6  # the input sets together are larger than the GPU's cache
 MARGIN = 4096  # elements on both sides of a guarded input
+TREES = (15, 31, 63)  # drafts
 # Other tiles and splits of the injection, to compare: what they change in `injection.launch_shape`.
 VARIANTS: dict[str, dict[str, Any]] = {
     "no overlap": {"pdl": False},
@@ -190,6 +192,17 @@ def check_corners(
     return found
 
 
+def time_trees(fused: Ops, p: Shape, head: torch.Tensor, bandwidth: float, options: argparse.Namespace) -> list[dict]:
+    """Attention over trees of drafts, in microseconds, and over chains of as many."""
+    rows = []
+    for nodes in (TREES[0],) if options.tiny else TREES:
+        for name, shape in (("chain", replace(p, B=1 + nodes)), ("tree", replace(p, nodes=nodes))):
+            shape = replace(shape, keys=p.keys + nodes)
+            row = time_operation("verify_attention", fused, shape, head, bandwidth, options)
+            rows.append({"drafts": nodes, "kind": name, **row})
+    return rows
+
+
 def draft_passes(p: Shape, options: argparse.Namespace) -> list[dict]:
     """DFlash, and DSpine by placement and rewritten layers: eager, fused, and as the fast loop's compiled="fused"."""
     with torch.device(options.device):
@@ -226,7 +239,9 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     parser.add_argument("--skip-checks", action="store_true", help="time only")
     parser.add_argument("--checks-only", action="store_true", help="compare only")
-    parser.add_argument("--only", default="", help="comma-separated operations, 'variants', 'passes'; empty: all")
+    parser.add_argument(
+        "--only", default="", help="comma-separated operations, 'trees', 'variants', 'passes'; empty: all"
+    )
     parser.add_argument("--few", action="store_true", help="check the lowest and the highest corner in one dtype")
     parser.add_argument("--guard", action="store_true", help="check with margins of NaN around every input")
     options = parser.parse_args()
@@ -238,7 +253,7 @@ def main() -> None:
     fused = fused_ops(options.device, options.dtype, p.r, p.K)
     if fused is EAGER:
         raise SystemExit("the fused kernels cannot run here, as the warning says: there is nothing to compare.")
-    chosen = options.only.split(",") if options.only else [*USES, "variants", "passes"]
+    chosen = options.only.split(",") if options.only else [*USES, "trees", "variants", "passes"]
     result: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "shape": asdict(p)}
     if options.device == "cuda":
         result["device"] = torch.cuda.get_device_name()
@@ -248,6 +263,8 @@ def main() -> None:
         if not options.checks_only:
             head = torch.randn(p.V, p.d, device=options.device, dtype=options.dtype)
             result["operations"] = [time_operation(n, fused, p, head, result["bandwidth"], options) for n in names]
+            if "trees" in chosen:
+                result["trees"] = time_trees(fused, p, head, result["bandwidth"], options)
             del head
             options.out.write_text(json.dumps(result, indent=1) + "\n")
             if "variants" in chosen:
@@ -262,7 +279,7 @@ def main() -> None:
             if failed:
                 show("not as exact as they must be", [{k: str(v) for k, v in f.items()} for f in failed[:40]])
     options.out.write_text(json.dumps(result, indent=1) + "\n")
-    for name in ("operations", "variants", "passes"):
+    for name in ("operations", "trees", "variants", "passes"):
         if result.get(name):
             show(f"{name}, microseconds", result[name])
 

@@ -17,7 +17,7 @@ from dspine_hf.static_cache import Places, RaggedDraftCache
 
 @dataclass(frozen=True)
 class Shape:
-    """What an operation is called with; keys: context rows that verification attends to."""
+    """What an operation is called with; keys: rows that verification attends to; nodes: drafts of its tree, or 0."""
 
     d: int = 4096
     r: int = 256
@@ -29,18 +29,40 @@ class Shape:
     kv_heads: int = 8
     head_dim: int = 128
     keys: int = 1040
+    nodes: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Of a verification: the anchor and its drafts."""
+        return 1 + self.nodes if self.nodes else self.B
 
 
 TINY = Shape(d=48, r=16, B=4, K=4, V=300, heads=4, kv_heads=2, head_dim=16, keys=40)
-CORNERS = {"d": (576, 8192), "r": (64, 256), "B": (4, 32), "K": (4, 32), "batch": (1, 64), "V": (49152, 151936)}
-TINY_CORNERS = {"d": (24, 72), "r": (8, 20), "B": (3, 5), "K": (2, 5), "batch": (1, 2), "V": (61, 300)}
+CORNERS = {
+    "d": (576, 8192),
+    "r": (64, 256),
+    "B": (4, 32),
+    "K": (4, 32),
+    "batch": (1, 64),
+    "V": (49152, 151936),
+    "nodes": (0, 63),
+}
+TINY_CORNERS = {
+    "d": (24, 72),
+    "r": (8, 20),
+    "B": (3, 5),
+    "K": (2, 5),
+    "batch": (1, 2),
+    "V": (61, 300),
+    "nodes": (0, 9),
+}
 USES = {
     "gated_injection": ("d", "r", "B", "batch"),
     "topk": ("K", "B", "batch", "V"),
     "pair_write": ("d", "r", "B", "K", "batch"),
     "pair_scores": ("d", "B", "K", "batch"),
     "walk_chain": ("B", "K", "batch"),
-    "verify_attention": ("B", "batch"),
+    "verify_attention": ("B", "batch", "nodes"),
 }
 
 
@@ -73,9 +95,23 @@ def arguments(op: str, p: Shape, dtype: torch.dtype, head: torch.Tensor | None, 
         scores = {"dtype": torch.float32, "scale": 3.0}
         return [ids, drawn(n, p.K, **scores), drawn(n, p.B - 2, p.K, p.K, **scores), noise]
     start = torch.zeros(n, dtype=torch.int64, device=device)
+    q, k, v = (drawn(n, *s, p.head_dim) for s in ((p.heads, p.rows), (p.kv_heads, p.keys), (p.kv_heads, p.keys)))
+    if p.nodes:
+        depth, tree = drawn_tree(n, p.rows, device)
+        return [q, k, v, start, p.keys - p.rows + depth, None, 0, 0.0, 0, tree]
     limit = torch.arange(p.keys - p.B, p.keys, device=device).expand(n, -1).contiguous()
-    k, v = (drawn(n, p.kv_heads, p.keys, p.head_dim) for _ in range(2))
-    return [drawn(n, p.heads, p.B, p.head_dim), k, v, start, limit]
+    return [q, k, v, start, limit]
+
+
+def drawn_tree(batch: int, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Depths `[batch, rows]` and ancestors, as bits of int64 `[batch, rows]`, of random trees: the root is row 0."""
+    parent = (torch.rand(batch, rows, device=device) * torch.arange(rows, device=device)).long()
+    depth, tree = torch.zeros_like(parent), torch.ones_like(parent)
+    for i in range(1, rows):
+        above = parent[:, i : i + 1]
+        depth[:, i : i + 1] = depth.gather(1, above) + 1
+        tree[:, i : i + 1] = tree.gather(1, above) | (torch.ones_like(above) << i)
+    return depth, tree
 
 
 def work(op: str, p: Shape, args: list[Any], outputs: list[torch.Tensor]) -> tuple[int, int]:
@@ -88,7 +124,7 @@ def work(op: str, p: Shape, args: list[Any], outputs: list[torch.Tensor]) -> tup
         "gated_injection": 2 * n * (p.B - 1) * (3 * p.d * p.r + p.r**2),
         "pair_write": 2 * n * m * (p.d * p.r + p.K * (p.d * p.r + p.r**2)),
         "pair_scores": 2 * n * m * p.K**2 * p.d,
-        "verify_attention": 4 * n * p.heads * p.B * p.keys * p.head_dim,
+        "verify_attention": 4 * n * p.heads * p.rows * p.keys * p.head_dim,
     }.get(op, 0)
 
 

@@ -53,11 +53,21 @@ JITFunction.run = compile_instead
 import dspine_kernels
 from kernel_cases import Shape, arguments
 torch.version.hip = "6.4" if target.backend == "hip" else None
-for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear, dspine_kernels.pairs):
+for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear, dspine_kernels.pairs, dspine_kernels.tree):
     module.early_launches = lambda device: target.backend == "cuda"
 for operation in {operations!r}:
     for shape in (Shape(V=999), Shape(d=576, r=128, B=8, K=16, V=999, heads=9, kv_heads=3, head_dim=64, keys=70)):
         getattr(dspine_kernels, operation)(*arguments(operation, shape, torch.bfloat16, None, "cpu"))
+operation = "verify_attention"
+for shape in (Shape(nodes=63), Shape(heads=9, kv_heads=3, head_dim=64, keys=70, nodes=20)):
+    for window in (0, 40):
+        *args, tree = arguments(operation, shape, torch.bfloat16, None, "cpu")
+        dspine_kernels.verify_attention(*args[:5], window=window, tree=tree)
+operation = "trees"
+for slots, K, R, nodes, dtype in ((15, 32, 32, 63, torch.bfloat16), (7, 4, 1, 20, torch.float32), (1, 1, 1, 1, torch.bfloat16)):
+    first, pairs = (torch.empty(*s, dtype=dtype) for s in ((2, K), (2, slots - 1, R, K)))
+    tree = dspine_kernels.grow_tree(torch.empty(2, slots, K, dtype=torch.int64), first, pairs, nodes)
+    dspine_kernels.follow_tree(*tree, torch.empty_like(tree[2]), slots)
 operation = "linears"
 for rows in (1, 16, 60):
     x, W, K = (torch.empty(*s, dtype=torch.bfloat16) for s in ((rows, 4096), (4096, 4096), (1024, 4096)))
@@ -91,9 +101,10 @@ def test_every_kernel_compiles_and_fits_into_the_gpus_shared_memory(target, shar
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     compiled = json.loads(done.stdout.splitlines()[-1])
-    assert list(compiled) == [*operations, "linears", "linears, others early too"]
+    assert list(compiled) == [*operations, "trees", "linears", "linears, others early too"]
     assert not [kernel for found in compiled.values() for kernel in found if kernel[1] > shared]
     # Weights are loaded 16 bytes at a time: what is loaded number by number is at most a norm's weight.
+    assert not any(kernel[1] for kernel in compiled["trees"])  # one warp, which never waits for another
     if target[0] == "cuda":  # weights are asked for before the launch may begin
         assert all(kernel[3] >= 1 and kernel[4] == 2 for kernel in compiled["linears"])
     weighty = ("gated_injection", "pair_write", "pair_scores", "verify_attention", "linears")

@@ -16,11 +16,10 @@ from transformers.masking_utils import sdpa_mask
 
 from .compat_dspine import CACHE_NAMES, FeatureTaps, find_cache
 from .fast_linear import few_rows
-from .fast_tree import Tree
+from .fast_tree import BITS, Tree
 from .static_cache import Places, RaggedCache
 
 ATTENTION = "dspine_verify"
-TREE_ROWS = 64  # of a tree whose attention is fused: a row's ancestors are the bits of one number
 _ACTIVE = threading.local()
 _LOCK = threading.Lock()
 _BORROWED: dict[int, list[Any]] = {}  # id(config) -> [config, its own attention, how many loops borrow it]
@@ -258,10 +257,10 @@ class TargetPasses:
             start: the first column of every batch row `[batch]`.
             padded: whether any of them is not 0.
             places: where the rows go.
-            tree: what the drafts are where they are no chain; fused attention takes trees of up to `TREE_ROWS` rows.
+            tree: what the drafts are where they are no chain; fused attention takes trees of up to 63 drafts.
         """
         hidden, window = start if padded else None, self._window
-        attend = self._attend if tree is None or ids.shape[1] <= TREE_ROWS else None
+        attend = self._attend if tree is None or tree.tokens.shape[1] <= BITS else None
         masks = {} if window is None else {True: self._mask(places, hidden, window, tree)}
         if window is None or self._mixed:
             masks[False] = self._mask(places, hidden, None, tree)
