@@ -53,7 +53,8 @@ JITFunction.run = compile_instead
 import dspine_kernels
 from kernel_cases import Shape, arguments
 torch.version.hip = "6.4" if target.backend == "hip" else None
-for module in (dspine_kernels.injection, dspine_kernels.attention, dspine_kernels.linear, dspine_kernels.pairs, dspine_kernels.tree):
+for name in ("injection", "attention", "linear", "pairs", "tree"):
+    module = getattr(dspine_kernels, name)
     module.early_launches = lambda device: target.backend == "cuda"
 for operation in {operations!r}:
     for shape in (Shape(V=999), Shape(d=576, r=128, B=8, K=16, V=999, heads=9, kv_heads=3, head_dim=64, keys=70)):
@@ -64,7 +65,7 @@ for shape in (Shape(nodes=63), Shape(heads=9, kv_heads=3, head_dim=64, keys=70, 
         *args, tree = arguments(operation, shape, torch.bfloat16, None, "cpu")
         dspine_kernels.verify_attention(*args[:5], window=window, tree=tree)
 operation = "trees"
-for slots, K, R, nodes, dtype in ((15, 32, 32, 63, torch.bfloat16), (7, 4, 1, 20, torch.float32), (1, 1, 1, 1, torch.bfloat16)):
+for slots, K, R, nodes, dtype in ((15, 32, 32, 63, torch.bfloat16), (7, 4, 1, 20, torch.float32)):
     first, pairs = (torch.empty(*s, dtype=dtype) for s in ((2, K), (2, slots - 1, R, K)))
     tree = dspine_kernels.grow_tree(torch.empty(2, slots, K, dtype=torch.int64), first, pairs, nodes)
     dspine_kernels.follow_tree(*tree, torch.empty_like(tree[2]), slots)
@@ -103,8 +104,8 @@ def test_every_kernel_compiles_and_fits_into_the_gpus_shared_memory(target, shar
     compiled = json.loads(done.stdout.splitlines()[-1])
     assert list(compiled) == [*operations, "trees", "linears", "linears, others early too"]
     assert not [kernel for found in compiled.values() for kernel in found if kernel[1] > shared]
-    # Weights are loaded 16 bytes at a time: what is loaded number by number is at most a norm's weight.
     assert not any(kernel[1] for kernel in compiled["trees"])  # one warp, which never waits for another
+    # Weights are loaded 16 bytes at a time: what is loaded number by number is at most a norm's weight.
     if target[0] == "cuda":  # weights are asked for before the launch may begin
         assert all(kernel[3] >= 1 and kernel[4] == 2 for kernel in compiled["linears"])
     weighty = ("gated_injection", "pair_write", "pair_scores", "verify_attention", "linears")
