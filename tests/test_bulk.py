@@ -72,12 +72,13 @@ def test_attention_is_sdpa_without_cuda_and_refused_where_it_cannot_run(monkeypa
         fused_attention("flash", "cpu", torch.float32)
 
 
-@pytest.mark.parametrize("stop", [3, 17])
+@pytest.mark.parametrize("stop", [19, 23])
 def test_steps_end_once_every_row_has_and_the_texts_stay(stop, monkeypatch):
     target = tiny_chat_target()
     torch.manual_seed(1)
     prompts = [[*torch.randint(4, 40, (n,)).tolist(), stop] for n in (3, 14, 5, 9)]  # a stop in a prompt ends nothing
     long = StepDecoder(target, 4, 120).run(prompts, [0.0] * 4, 60, stop)
+    assert all(row[-1] == stop and len(row) < len(prompt) + 60 for row, prompt in zip(long, prompts, strict=True))
     for every in (1, 4):
         monkeypatch.setattr(bulk, "CHECK_EVERY", every)
         decoder = StepDecoder(target, 4, 120)
