@@ -14,7 +14,7 @@ from .target_dspine import TargetView
 GROUP = 16  # anchors a row: more of them attend past more of each other's slots, fewer read the context more often
 WIDTH_STEP = 64  # contexts are padded to a multiple, so that few shapes occur
 SLOTS = {"cuda": 16384}  # of a pass, by device
-FEW_SLOTS = 2048
+FEW_SLOTS = 128  # larger tensors cost a CPU more than passes do
 
 
 @dataclass
@@ -86,7 +86,7 @@ def texts_drafts(
     Args:
         store: a [`lab.FeatureStore`].
         most_slots: of a pass. With V = 49,152 and d = 576, 16,384 take 1.6 GB for the logits (bf16), up to 8 GB for
-            pairs of 16 candidates where layers are rewritten. None: 16,384 on a GPU, else 2,048.
+            pairs of 16 candidates where layers are rewritten. None: 16,384 on a GPU, else 128.
     """
     if not takes_rows(drafter):
         return tuple(offline_drafts(drafter, view, *args, chunk=256).cpu() for args in _one_by_one(store))
