@@ -11,6 +11,7 @@ and its weights with `--save NAME`; what has its JSON there is left out, so that
 """
 
 import argparse
+import copy
 import json
 import time
 from pathlib import Path
@@ -87,9 +88,9 @@ def main() -> None:
             continue
         new = isinstance(job, Variant)
         drafter, record = train_variant(job, model, store, counts) if new else (load_drafter(job, model), {})
-        record |= measure(drafter, model, held_out, tokenizer.eos_token_id)
         if new and path.stem in args.save:
-            drafter.to(torch.bfloat16).save_pretrained(out / path.stem, max_shard_size="15MB")
+            copy.deepcopy(drafter).to(torch.bfloat16).save_pretrained(out / path.stem, max_shard_size="15MB")
+        record |= measure(drafter, model, held_out, tokenizer.eos_token_id)
         write_atomically(path, json.dumps(record))
         show(path)
 
