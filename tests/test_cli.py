@@ -39,7 +39,7 @@ def folders(tmp_path):
 def tiny_pair(monkeypatch):
     """Puts a tiny pair in the place of the embedded one, in the dtype that the command asks for."""
 
-    def load_pair(target, drafter, dtype, device="cpu"):
+    def load_pair(target, drafter, dtype, device=None):
         model = tiny_chat_target().to(dtype)
         return Pair(model, tiny_tokenizer(), tiny_drafter(model), "tiny", "tiny-drafter")
 
@@ -240,6 +240,14 @@ def test_the_warning_about_another_target_is_shown(folders, tmp_path, monkeypatc
     monkeypatch.setattr(warnings, "showwarning", lambda message, *_: print(message, file=sys.stderr))
     common.load_pair(target, str(tmp_path / "stranger"), torch.float32)
     assert "trained for another target" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("found, device", [(True, "cuda"), (False, "cpu")])
+def test_work_goes_to_a_gpu_where_there_is_one(monkeypatch, found, device):
+    placed = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: placed.append(device) or torch.ones(size))
+    assert common.usable_device(None) == torch.device(device) == placed[0]
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", "xpu:99"])

@@ -67,7 +67,7 @@ class CallbackStreamer(TextStreamer):
             self.on_text(text)
 
 
-def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, device: str = "cpu") -> Pair:
+def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, device: str | None = None) -> Pair:
     """Load a target and its drafter; None stands for the embedded target and for the drafter trained for it.
 
     Raises:
@@ -90,16 +90,22 @@ def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, devic
         return Pair(model, tokenizer, load_drafter(drafter, model), target or TARGET_NAME, Path(drafter).name)
 
 
-def usable_device(name: str) -> torch.device:
-    """The device of this name, once it holds a tensor. Raises ValueError if it cannot."""
+def usable_device(name: str | None) -> torch.device:
+    """The device of this name, once it holds a tensor; None: a CUDA device where there is one, else the CPU.
+
+    Raises:
+        ValueError: the device cannot hold a tensor.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise ValueError(
-            f"expected --device with a device that this PyTorch can use; found '{name}' ({reason}). Leave it out to "
-            "run on the CPU."
+            f"expected --device with a device that this PyTorch can use; found '{name}' ({reason}). Name "
+            "'cpu', or leave it out."
         ) from error
     return device
 

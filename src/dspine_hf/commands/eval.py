@@ -59,7 +59,9 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json and nothing else.")] = False,
 ) -> None:
     """Measure a drafter; stopped at any moment, the same command goes on where it was."""

@@ -26,7 +26,9 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of the answer, in tokens.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
+    ] = None,
     fast: Annotated[bool, typer.Option("--fast", help="Decode with the package's own loop: static caches.")] = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the target's chat template, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

@@ -54,7 +54,9 @@ def run(
     thinking: Annotated[bool | None, typer.Option(help="Thinking mode of the chat template; recorded.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the target.")] = Dtype.bfloat16,
-    device: Annotated[str, typer.Option(help="Where to run: cpu, cuda, cuda:1, mps, ...")] = "cpu",
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
+    ] = None,
 ) -> None:
     """Let the target answer prompts; stopped at any moment, the same command goes on where it was."""
     if not prompts and not self_prompt_count:
