@@ -161,7 +161,9 @@ class Stops(StoppingCriteria):
 
 
 @pytest.mark.parametrize(
-    "options", [{"stopping_criteria": [Stops(20)]}, {"max_time": 600.0}, {"adaptive": True}], ids=str
+    "options",
+    [{"stopping_criteria": [Stops(20)]}, {"max_time": 600.0}, {"adaptive": True}],
+    ids=["criterion", "time", "adaptive"],
 )
 def test_what_the_host_decides_waits_for_every_report(case, recorder, options):
     target, drafter, (ids, mask) = case
