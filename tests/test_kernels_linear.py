@@ -48,29 +48,27 @@ def test_what_does_not_fit_is_refused():
         kernels.gated_linear(torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(5, 8))
 
 
-@pytest.mark.parametrize(("shape", "gated"), [
-    ((4096, 4096), False), ((4096, 12288), False), ((12288, 4096), True), ((151936, 4096), False), ((576, 576), False),
-    ((100, 72), True),
+@pytest.mark.parametrize(("shape", "gated", "early"), [
+    ((576, 576), False, True), ((1536, 576), True, True), ((576, 1536), False, True), ((100, 72), True, True),
+    ((4096, 4096), False, False), ((12288, 4096), True, False), ((151936, 4096), False, False),
 ])  # fmt: skip
-def test_weights_asked_for_early_are_the_programs_own_and_few(shape, gated):
+def test_small_weights_alone_are_asked_for_early(shape, gated, early):
     N, K = shape
     W = torch.empty(N, K, dtype=torch.bfloat16, device="meta")
     tiles = linear.launch_shape(16, N, K, W.dtype, W.device, gated)
-    programs, parts = -(-N // tiles["BLOCK_N"]), 128 // tiles["BLOCK_N"]
-    AHEAD = linear.ahead([W] * (1 + gated), tiles, programs, True, gated)
-    assert AHEAD > 0 and AHEAD % 8 == 0 and parts * AHEAD <= K  # 16 bytes at a time, inside of a row
-    asked = 2 * AHEAD * 128 * (1 + gated) * min(programs, linear.EARLY_PROGRAMS.value)
-    assert asked <= linear.AHEAD_BYTES
-    assert linear.ahead([W], tiles, programs, False, gated) == 0
+    AHEAD = linear.ahead([W] * (1 + gated), tiles, True)
+    assert bool(AHEAD) is early and AHEAD % 8 == 0  # 16 bytes at a time
+    assert 128 // tiles["BLOCK_N"] * AHEAD <= K  # inside of a row
+    assert linear.ahead([W], tiles, False) == 0
 
 
 def test_weights_whose_rows_do_not_begin_at_16_bytes_are_not_asked_for_early():
     whole = torch.empty(40 * 64 + 1, dtype=torch.bfloat16)
     tiles = {"BLOCK_N": 32}
-    assert linear.ahead([whole[:-1].view(40, 64)], tiles, 2, True, False)
-    assert not linear.ahead([whole[1:].view(40, 64)], tiles, 2, True, False)
-    assert not linear.ahead([whole[: 40 * 60].view(40, 60)], tiles, 2, True, False)
-    assert not linear.ahead([torch.empty(40, 64)], tiles, 2, True, False)
+    assert linear.ahead([whole[:-1].view(40, 64)], tiles, True)
+    assert not linear.ahead([whole[1:].view(40, 64)], tiles, True)
+    assert not linear.ahead([whole[: 40 * 60].view(40, 60)], tiles, True)
+    assert not linear.ahead([torch.empty(40, 64)], tiles, True)
 
 
 def test_launches_wait_first_where_torch_compile_launches_early_too(monkeypatch):

@@ -2,7 +2,7 @@
 
 Such a product is as fast as its weights are read. So every program reads whole rows of one weight, which are never
 split and never added up again, and the weights that share an input share a launch. Sums are fp32. With PDL a program
-asks the L2 cache for weights while the launch before it, which computes x, still runs and leaves the memory idle.
+of small weights asks the L2 cache for them while the launch before it, which computes x, still runs.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
-from ._tiles import EARLY_PROGRAMS, fetch_early, product, product_options, start_early
+from ._tiles import fetch_early, product, product_options, start_early
 
 MAX_ROWS = 128
 MAX_WEIGHTS = 3
-AHEAD_BYTES = 24 * 2**20  # of weights asked for before their launch may begin: half of a Hopper's L2 cache
+AHEAD_BYTES = 8 * 2**20  # larger weights are not asked for early: at the shapes of an 8B target it took longer
 
 
 @triton.jit
@@ -99,17 +99,16 @@ def launch_shape(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devic
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": 4}
 
 
-def ahead(weights: list[torch.Tensor], shape: dict[str, Any], programs: int, pdl: bool, gated: bool) -> int:
+def ahead(weights: list[torch.Tensor], shape: dict[str, Any], pdl: bool) -> int:
     """AHEAD of [`_tiles.fetch_early`]: numbers of every piece of a program's weights that it asks for; 0: none.
 
     Args:
-        weights: [N, K] each, dense. shape: of [`launch_shape`]. programs: of the launch.
+        weights: [N, K] each, dense. shape: of [`launch_shape`].
     """
     K, parts = weights[0].shape[1], 128 // shape["BLOCK_N"]
     if not pdl or K % 8 or any(W.element_size() != 2 or W.data_ptr() % 16 for W in weights):
         return 0
-    share = AHEAD_BYTES // (min(programs, EARLY_PROGRAMS.value) * 128 * 2 * (1 + gated))
-    return min(share, K // parts) // 8 * 8
+    return K // parts // 8 * 8 if sum(W.nbytes for W in weights) <= AHEAD_BYTES else 0
 
 
 @torch.library.custom_op(
@@ -124,7 +123,7 @@ def _linears(x, weights):
     W, y = (list(column) + [column[0]] * (MAX_WEIGHTS - len(weights)) for column in (weights, outputs))
     N = [len(w) for w in weights] + [0] * (MAX_WEIGHTS - len(weights))
     tiles = [triton.cdiv(n, shape["BLOCK_N"]) for n in N]
-    shape = {"AHEAD": ahead(weights, shape, sum(tiles), pdl, False), **shape}
+    shape = {"AHEAD": ahead(weights, shape, pdl), **shape}
     if M:
         _linears_kernel[(sum(tiles),)](x, *W, *y, *N, *tiles[:2], M, K, **shape, **options)
     return outputs
@@ -144,7 +143,7 @@ def _gated_linear(x, gate, up):
     pdl, shape = early_launches(x.device), launch_shape(M, N, K, x.dtype, x.device, True)
     programs = triton.cdiv(N, shape["BLOCK_N"])
     options = early_options(pdl) | product_options(x.dtype)
-    shape = {"AHEAD": ahead([gate, up], shape, programs, pdl, True), **shape}
+    shape = {"AHEAD": ahead([gate, up], shape, pdl), **shape}
     if M:
         _gated_kernel[(programs,)](x, gate, up, out, N, M, K, **shape, **options)
     return out
