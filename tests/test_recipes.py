@@ -1,4 +1,4 @@
-"""The recipe behind the figures for SmolLM2: its lists are valid, and it runs and resumes on a tiny target."""
+"""The recipes behind the figures for SmolLM2: their lists are valid, and they run and resume on a tiny target."""
 
 import contextlib
 import json
@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dspine_hf import DSpineConfig
+from dspine_hf import DSpineConfig, DSpineDraftModel
 from dspine_hf.baselines import BASELINES
 from dspine_hf.lab import Variant, read_sequences, write_sequences
 from dspine_hf.losses import LossWeights
-from helpers.tiny_files import save_tiny_target, write_jsonl
+from helpers.tiny_files import save_tiny_target, tiny_chat_target, write_jsonl
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "recipes" / "smollm2-135m"
 LISTS = sorted(path.stem for path in RECIPE.glob("*.json"))
@@ -127,6 +127,30 @@ def test_a_recipe_without_prompts_or_without_gpus_says_so_at_once(tmp_path):
     environment["GPUS"] = "77"
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode and "expected a GPU 77 on this host" in done.stderr
+
+
+def test_one_command_makes_the_figures_and_names_those_that_it_did_not(tmp_path):
+    command, environment = command_in(tmp_path)
+    target, prompts, out = command[2:]
+    drafter = tmp_path / "drafter"
+    DSpineDraftModel.for_target(tiny_chat_target(), block_size=4, transfer_rank=8).save_pretrained(drafter)
+    measure = ["bash", str(RECIPE / "measure.sh"), target, str(drafter), prompts, out]
+    done = subprocess.run([*measure, "commands"], env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr + (Path(out) / "commands.log").read_text()
+    found = json.loads((Path(out) / "commands.json").read_text())
+    assert found["regenerate"]["equal"] == found["regenerate"]["responses"] == 4
+    assert found["train"]["largest_relative_difference"] < 1e-3
+    assert found["eval"]["whole"].keys() == {"seconds", "killed", "0", "1"}
+    made = (Path(out) / "commands.json").stat().st_mtime_ns
+    measure[3] = str(tmp_path / "nowhere")
+    environment["LIMIT"] = "60"
+    done = subprocess.run(
+        [*measure, "commands", "decode"], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode and "not measured: decode" in done.stderr
+    assert (Path(out) / "commands.json").stat().st_mtime_ns == made
+    done = subprocess.run([*measure, "everything"], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode and "found 'everything'" in done.stderr
 
 
 @pytest.mark.parametrize("largest", [200, 151_000])

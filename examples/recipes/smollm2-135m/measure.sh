@@ -1,0 +1,71 @@
+#!/usr/bin/env bash
+# The figures of README.md that need GPUs, one JSON each in out/; given again, it makes those that are missing.
+#
+#   examples/recipes/smollm2-135m/measure.sh SmolLM2-135M-Instruct.gguf drafter/ prompts/ out/ [part ...]
+#
+# prompts/ holds train/*.jsonl and eval/*.jsonl as for run.sh. Parts, in this order where none is named: kernels, passes,
+# decode (tokens per second, trees too), large (a training step at Qwen3-8B's shapes), commands (regenerate, train and
+# eval, each killed once and given again), pair (two GPUs: the same loss, resuming, a split target).
+# A figure that takes longer than LIMIT=300 seconds is left out. On two CPU cores: TINY=1.
+set -uo pipefail
+target=$1 drafter=$2 prompts=$3 out=$4 here=$(cd "$(dirname "$0")" && pwd)
+parts=("${@:5}")
+((${#parts[@]})) || parts=(kernels passes decode large commands pair)
+examples=$here/../.. python=${PYTHON:-python3} folder=$out/target
+mkdir -p "$out"
+failed=()
+figure() { # figure NAME command...: runs it unless out/NAME.json is there
+    local name=$1
+    shift
+    [[ -f $out/$name.json ]] && return
+    echo "$name ..."
+    timeout -k 5 "${LIMIT:-300}" "$@" --out "$out/$name.part" >"$out/$name.log" 2>&1 && mv "$out/$name.part" "$out/$name.json" ||
+        failed+=("$name")
+}
+[[ -f $folder/config.json ]] || "$python" - "$target" "$folder" <<'P' || exit 1
+import sys
+import torch
+from dspine_hf.loading import load_target
+model, tokenizer = load_target(sys.argv[1], torch.bfloat16)
+vars(model.config).pop("quantization_config", None)
+for part in (tokenizer, model):
+    part.save_pretrained(sys.argv[2])
+P
+for part in "${parts[@]}"; do
+    bench=("$python" "$examples/bench_decode.py")
+    case $part in
+    kernels)
+        figure kernels "$python" "$examples/bench_kernels.py" ${TINY:+--tiny --only trees --skip-checks --no-compile}
+        figure products "$python" "$examples/bench_products.py" ${TINY:+--tiny}
+        ;;
+    passes)
+        size=(--shapes qwen3-8b --fused --rows 16 --repeats 10 --compile fused)
+        [[ -n ${TINY:-} ]] && size=(--tiny)
+        figure passes "${bench[@]}" --only passes --batches 1 "${size[@]}"
+        ;;
+    decode)
+        size=(--fused --max-new-tokens 128 --per-set 2 --repeats 2 --hf-batches 2 --trees 15 31 63) batches=(8 32) compiled=(15 31 63)
+        [[ -n ${TINY:-} ]] && size=(--max-new-tokens 4 --per-set 1 --repeats 1 --hf-batches 0 --trees 3) batches=(2) compiled=()
+        bench+=(--target "$folder" --drafter "$drafter" --prompts "$prompts"/eval/*.jsonl --only decode --skip "loop, adaptive" "${size[@]}")
+        bench+=(--seconds $((${LIMIT:-300} - 60)))
+        figure decode "${bench[@]}" --batches 1 --temperatures 0
+        figure decode-sampled "${bench[@]}" --batches 1 --temperatures 1
+        for batch in "${batches[@]}"; do
+            figure "decode-batch$batch" "${bench[@]}" --per-set 10 --batches "$batch" --temperatures 0 --hf-batches 0 --trees
+        done
+        for tree in "${compiled[@]}"; do # every number of rows is compiled anew, which takes minutes
+            figure "decode-compiled$tree" "${bench[@]}" --batches 1 --temperatures 0 --trees "$tree" --hf-batches 0 --compile fused
+        done
+        ;;
+    large)
+        shape=(--shapes qwen3-8b --sequences 4 --anchors 64 --length 2048 --steps 10)
+        [[ -n ${TINY:-} ]] && shape=(--shapes tiny --sequences 1 --anchors 2 --length 32 --steps 2 --warm-up 1)
+        figure large "$python" "$examples/dry_run.py" "${shape[@]}" --training '{"distill":0.7,"optim_drafter":"muon"}' \
+            --config '{"block_size":16,"injection_placement":"mlp","rewrite_layers":4}'
+        ;;
+    commands) figure commands "$python" "$here/measure_commands.py" --target "$folder" --drafter "$drafter" --prompts "$prompts" ${TINY:+--tiny} ;;
+    pair) figure pair "$python" "$here/measure_pair.py" --target "$folder" --drafter "$drafter" --sequences "${SEQUENCES:-$out/train.npz}" ${TINY:+--tiny} ;;
+    *) echo "expected parts among kernels, passes, decode, large, commands and pair; found '$part'." >&2 && exit 1 ;;
+    esac
+done
+((${#failed[@]} == 0)) || { echo "not measured: ${failed[*]}; see their .log in $out." >&2 && exit 1; }
