@@ -15,7 +15,7 @@ from dspine_hf import DSpineConfig, DSpineDraftModel
 from dspine_hf.baselines import BASELINES
 from dspine_hf.lab import Variant, read_sequences, write_sequences
 from dspine_hf.losses import LossWeights
-from helpers.tiny_files import save_tiny_target, tiny_chat_target, write_jsonl
+from helpers.tiny_files import random_sequences, save_tiny_target, tiny_chat_target, write_jsonl
 
 RECIPE = Path(__file__).resolve().parents[1] / "examples" / "recipes" / "smollm2-135m"
 LISTS = sorted(path.stem for path in RECIPE.glob("*.json"))
@@ -151,6 +151,25 @@ def test_one_command_makes_the_figures_and_names_those_that_it_did_not(tmp_path)
     assert (Path(out) / "commands.json").stat().st_mtime_ns == made
     done = subprocess.run([*measure, "everything"], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode and "found 'everything'" in done.stderr
+
+
+def test_figures_of_kernels_and_of_two_processes_are_made_on_a_cpu(tmp_path):
+    command, environment = command_in(tmp_path)
+    target, prompts, out = command[2:]
+    sequences = [(row["tokens"], row["prompt_length"]) for row in random_sequences(24)]
+    write_sequences(tmp_path / "some.npz", sequences)
+    environment |= {"SEQUENCES": str(tmp_path / "some.npz")}
+    environment.pop("TRITON_INTERPRET", None)
+    measure = ["bash", str(RECIPE / "measure.sh"), target, "unused", prompts, out, "kernels", "pair"]
+    done = subprocess.run(measure, env=environment, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((Path(out) / "kernels.json").read_text())["trees"]
+    assert json.loads((Path(out) / "products.json").read_text())["products"]
+    found = json.loads((Path(out) / "pair.json").read_text())
+    losses = found["one, fp32"]["loss"]
+    assert len(losses) == 4
+    for name in ("two, fp32", "two, then one", "one, then two"):
+        assert found[name]["loss"] == pytest.approx(losses, abs=1e-3), name
 
 
 @pytest.mark.parametrize("largest", [200, 151_000])

@@ -5,7 +5,8 @@
 #
 # prompts/ holds train/*.jsonl and eval/*.jsonl as for run.sh. Parts, in this order where none is named: kernels, passes,
 # decode (tokens per second, trees too), large (a training step at Qwen3-8B's shapes), commands (regenerate, train and
-# eval, each killed once and given again), pair (two GPUs: the same loss, resuming, a split target).
+# eval, each killed once and given again), pair (two GPUs: the same loss, resuming, a split target; it trains on what
+# run.sh wrote, out/train.npz or SEQUENCES=FILE).
 # A figure that takes longer than LIMIT=300 seconds is left out. On two CPU cores: TINY=1.
 set -uo pipefail
 target=$1 drafter=$2 prompts=$3 out=$4 here=$(cd "$(dirname "$0")" && pwd)
@@ -35,8 +36,10 @@ for part in "${parts[@]}"; do
     bench=("$python" "$examples/bench_decode.py")
     case $part in
     kernels)
+        [[ -n ${TINY:-} ]] && export TRITON_INTERPRET=1
         figure kernels "$python" "$examples/bench_kernels.py" ${TINY:+--tiny --only trees --skip-checks --no-compile}
         figure products "$python" "$examples/bench_products.py" ${TINY:+--tiny}
+        [[ -n ${TINY:-} ]] && unset TRITON_INTERPRET
         ;;
     passes)
         size=(--shapes qwen3-8b --fused --rows 16 --repeats 10 --compile fused)

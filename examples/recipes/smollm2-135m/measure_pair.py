@@ -36,10 +36,12 @@ def main() -> None:
         args.out.write_text(json.dumps(result, indent=1))
 
     def train(name: str, processes: int, precision: str, batch: int, *more: str, kind: str = "ddp") -> None:
-        """A run of `dspine train` by accelerate; its losses and the median of its tokens per second."""
-        launch = ["--num_processes", str(processes), "--mixed_precision", precision]
+        """A run of `dspine train`, by accelerate on GPUs; its losses and the median of its tokens per second."""
+        launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--mixed_precision", precision]
         launch += ["--config_file", str(EXAMPLES / f"{kind}.yaml")] if processes > 1 else ["--num_machines", "1"]
-        launch += ["--cpu"] if args.tiny else []
+        if args.tiny:  # accelerate would start a single process
+            launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+            more += ("--use-cpu", "--ddp-backend", "gloo")
         command = ["--data", str(data), "--target", str(args.target), "--config", "block_size=8", "--seed", "1"]
         command += ["--config", "injection_placement=mlp", "--config", "rewrite_layers=1", "--learning-rate", "1e-3"]
         command += [
@@ -52,7 +54,7 @@ def main() -> None:
         ]
         command += ["--logging-steps", "1", "--per-device-train-batch-size", str(batch // processes), *more]
         command += ["--output-dir", str(out / name)]
-        start = [sys.executable, "-m", "accelerate.commands.launch", *launch, "-m", "dspine_hf.cli", "train"]
+        start = [sys.executable, "-m", *launch, "-m", "dspine_hf.cli", "train"]
         subprocess.run([*start, *command], check=True, env={**os.environ, "OMP_NUM_THREADS": "4"})
         history = json.loads((out / name / "trainer_state.json").read_text())["log_history"]
         entries = [entry for entry in history if "loss" in entry]
