@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from dspine_hf import DSpineDraftModel
 from dspine_hf.cli import COMMANDS, app, main
-from dspine_hf.commands import common, demo, demo_view
+from dspine_hf.commands import common, demo, demo_view, regenerate
 from dspine_hf.commands.common import Answer, Pair
 from dspine_hf.embedded import embedded_target_file
 from dspine_hf.stats_dspine import GenerationStats
@@ -248,6 +248,24 @@ def test_work_goes_to_a_gpu_where_there_is_one(monkeypatch, found, device):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: found)
     monkeypatch.setattr(torch, "zeros", lambda *size, device: placed.append(device) or torch.ones(size))
     assert common.usable_device(None) == torch.device(device) == placed[0]
+
+
+def test_the_demo_runs_where_it_is_told(tiny_pair, monkeypatch):
+    asked, load_pair = [], demo.load_pair
+    monkeypatch.setattr(demo, "load_pair", lambda *args: asked.append(args[3]) or load_pair(*args))
+    for words in (["--device", "cpu"], []):
+        assert not RUNNER.invoke(app, ["demo", "--json", "--prompts", "1", "--max-new-tokens", "4", *words]).exit_code
+    assert asked == ["cpu", None]
+
+
+def test_answers_of_a_server_need_no_gpu(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(regenerate, "usable_device", lambda name: asked.append(name) or torch.device("cpu"))
+    words = ["regenerate", "--prompts", str(tmp_path / "none.jsonl"), "--output-dir", str(tmp_path / "out")]
+    words += ["--target", str(save_tiny_target(tmp_path / "target"))]
+    for more in (["--server", "http://127.0.0.1:9"], ["--server", "http://127.0.0.1:9", "--device", "cuda"], []):
+        assert RUNNER.invoke(app, [*words, *more]).exit_code  # there are no prompts
+    assert asked == ["cpu", "cuda", None]
 
 
 @pytest.mark.parametrize("device", ["nonsense", "meta", "xpu:99"])

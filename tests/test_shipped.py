@@ -18,7 +18,7 @@ README = Path(__file__).resolve().parents[1] / "README.md"
 
 
 def test_demo_of_the_shipped_drafter_gives_identical_text_in_fewer_passes(embedded_target, monkeypatch):
-    def load_pair(target, drafter, dtype):
+    def load_pair(target, drafter, dtype, device):
         model, tokenizer = embedded_target
         return Pair(model, tokenizer, load_drafter(embedded_drafter_folder(), model), "target", "drafter")
 

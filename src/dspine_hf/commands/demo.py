@@ -69,12 +69,15 @@ def run(
     prompts: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="How many prompts to measure.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer, in tokens.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Dtype that is timed; texts are compared in float32.")] = Dtype.bfloat16,
+    device: Annotated[
+        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer the same prompts plain and drafted, on a small chat model that needs no download, and compare."""
     console = Console(file=sys.stderr if as_json else sys.stdout, quiet=as_json)
     with console.status(f"Loading {TARGET_NAME} and its drafter"):
-        pair = load_pair(None, drafter, dtype.torch)
+        pair = load_pair(None, drafter, dtype.torch, device)
         exact = pair if dtype is Dtype.float32 else in_float32(pair)
     for drafted in (False, True):  # the first call of each kind pays for allocations and kernel choice
         answer(pair, encode(pair.tokenizer, PROMPTS[0], pair.target.device), drafted=drafted, max_new_tokens=12)

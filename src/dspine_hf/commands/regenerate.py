@@ -79,7 +79,8 @@ def run(
         "seed": seed,
         **({"server": server} if server else {"batch_size": batch_size, "dtype": dtype.value}),
     }
-    place = usable_device(device)
+    # A server may have taken all the memory of the GPU, which nothing here needs then.
+    place = usable_device("cpu" if server and device is None else device)
     journal = Journal(output_dir / RESPONSES, settings, key=lambda entry: (entry["id"], entry["variant"]))
     model, tokenizer = load_writer_parts(target, dtype, place, tokenizer_only=server is not None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
