@@ -117,7 +117,7 @@ def test_one_pass_takes_several_texts_and_never_more_slots_than_asked_for():
 def test_every_text_has_its_own_name():
     target = tiny_target()
     drafter = build("dspine", target)
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="a name for each of the store's"):
         evaluate_offline(drafter, target, texts_of(target, drafter), ["a"] * 4)
 
 

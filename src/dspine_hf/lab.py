@@ -344,7 +344,15 @@ def evaluate_offline(
         store: features of prompt + continuation; names: the benchmark of each sequence.
         sampled: the continuations were sampled at T = 1 (expected acceptance), else greedy (T = 0).
         end: the token that ends a text; such a last token may be drafted.
+
+    Raises:
+        ValueError: there are not as many names as sequences.
     """
+    if len(names) != len(store):
+        raise ValueError(
+            f"expected a name for each of the store's {len(store)} sequences; found {len(names)}. The store leaves "
+            "out those whose prompt fills its max_length: raise it, or leave them out of the names too."
+        )
     view, texts = drafter.bind_target(model), store.tokens.cpu().split(store.lengths.tolist())
     prompts, seen, rows = store.prompt_lengths.tolist(), dict.fromkeys(names, 0), []
     with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
