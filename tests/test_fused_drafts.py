@@ -42,7 +42,7 @@ def ran(monkeypatch):
 
     def counting(*args):
         ops = chosen(*args)
-        return ops_dspine.Ops(**{f.name: counted(f.name, getattr(ops, f.name)) for f in fields(ops)})
+        return type(ops)(**{f.name: counted(f.name, getattr(ops, f.name)) for f in fields(ops)})
 
     monkeypatch.setattr(modeling_dspine, "fused_ops", counting)
     return counts
