@@ -151,6 +151,8 @@ def test_one_command_makes_the_figures_and_names_those_that_it_did_not(tmp_path)
     assert (Path(out) / "commands.json").stat().st_mtime_ns == made
     done = subprocess.run([*measure, "everything"], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode and "found 'everything'" in done.stderr
+    done = subprocess.run(measure[:3], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode and "found 1 arguments" in done.stderr
 
 
 def test_figures_of_kernels_and_of_two_processes_are_made_on_a_cpu(tmp_path):

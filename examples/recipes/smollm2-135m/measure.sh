@@ -7,8 +7,12 @@
 # decode (tokens per second, trees too), large (a training step at Qwen3-8B's shapes), commands (regenerate, train and
 # eval, each killed once and given again), pair (two GPUs: the same loss, resuming, a split target; it trains on what
 # run.sh wrote, out/train.npz or SEQUENCES=FILE).
-# A figure that takes longer than LIMIT=300 seconds is left out. On two CPU cores: TINY=1.
+# A figure that takes longer than LIMIT=300 seconds (pair: thrice that) is left out. On two CPU cores: TINY=1.
 set -uo pipefail
+(($# >= 4)) || {
+    echo "expected a target, a drafter, a folder of prompts and one for the figures; found $# arguments. See the head of $0." >&2
+    exit 1
+}
 target=$1 drafter=$2 prompts=$3 out=$4 here=$(cd "$(dirname "$0")" && pwd)
 parts=("${@:5}")
 ((${#parts[@]})) || parts=(kernels passes decode large commands pair)
@@ -67,7 +71,7 @@ for part in "${parts[@]}"; do
             --config '{"block_size":16,"injection_placement":"mlp","rewrite_layers":4}'
         ;;
     commands) figure commands "$python" "$here/measure_commands.py" --target "$folder" --drafter "$drafter" --prompts "$prompts" ${TINY:+--tiny} ;;
-    pair) figure pair "$python" "$here/measure_pair.py" --target "$folder" --drafter "$drafter" --sequences "${SEQUENCES:-$out/train.npz}" ${TINY:+--tiny} ;;
+    pair) LIMIT=$((3 * ${LIMIT:-300})) figure pair "$python" "$here/measure_pair.py" --target "$folder" --drafter "$drafter" --sequences "${SEQUENCES:-$out/train.npz}" ${TINY:+--tiny} ;;
     *) echo "expected parts among kernels, passes, decode, large, commands and pair; found '$part'." >&2 && exit 1 ;;
     esac
 done

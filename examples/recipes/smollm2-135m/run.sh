@@ -9,6 +9,10 @@
 #   GPUS="0 1 2 3"   which GPUs   LISTS="final finalists parts settings"   which lists, dealt to them in turn
 #   SOURCES="..."    more npz files of sequences   SECONDS_EACH=600   start no drafter later than this on any GPU
 set -euo pipefail
+(($# == 3)) || {
+    echo "expected a target, a folder of prompts and one for the results; found $# arguments. See the head of $0." >&2
+    exit 1
+}
 target=$1 prompts=$2 out=$3 here=$(cd "$(dirname "$0")" && pwd)
 gpus=(${GPUS:-0 1 2 3}) lists=(${LISTS:-final finalists parts settings})
 examples=$here/../.. python=${PYTHON:-python3}
