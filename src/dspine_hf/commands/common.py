@@ -8,14 +8,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+import typer
 from transformers import PreTrainedModel, TextStreamer
 
 from ..decoding import generate
 from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
 from ..loading import check_drafter, load_drafter, load_target
+
+Device = Annotated[
+    str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
+]
 
 
 class Dtype(StrEnum):

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from ..embedded import TARGET_NAME
-from .common import Answer, Dtype, Pair, answer, encode, load_pair
+from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair
 from .demo_view import show, watch
 
 PROMPTS = (
@@ -69,9 +69,7 @@ def run(
     prompts: Annotated[int, typer.Option(min=1, max=len(PROMPTS), help="How many prompts to measure.")] = 5,
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer, in tokens.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Dtype that is timed; texts are compared in float32.")] = Dtype.bfloat16,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
-    ] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer the same prompts plain and drafted, on a small chat model that needs no download, and compare."""

@@ -21,7 +21,7 @@ from ..journal import Journal, write_atomically
 from ..plots import plot_results
 from ..responses import respond
 from ..seeds import hash_seed
-from .common import Dtype, load_pair
+from .common import Device, Dtype, load_pair
 
 RECORDS = "prompts.jsonl"
 RESULTS = "results.json"
@@ -59,9 +59,7 @@ def run(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
-    ] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print results.json and nothing else.")] = False,
 ) -> None:
     """Measure a drafter; stopped at any moment, the same command goes on where it was."""

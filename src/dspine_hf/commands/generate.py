@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from ..embedded import TARGET_NAME
-from .common import Answer, Dtype, Pair, answer, encode, load_pair
+from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair
 
 
 def run(
@@ -26,9 +26,7 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Length limit of the answer, in tokens.")] = 256,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
-    ] = None,
+    device: Device = None,
     fast: Annotated[bool, typer.Option("--fast", help="Decode with the package's own loop: static caches.")] = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the target's chat template, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,

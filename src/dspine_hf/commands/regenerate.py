@@ -16,7 +16,7 @@ from ..embedded import TARGET_NAME, load_embedded_target
 from ..journal import Journal, write_atomically
 from ..loading import load_target
 from ..server import ServerWriter, answer_from_server
-from .common import Dtype, usable_device
+from .common import Device, Dtype, usable_device
 
 RESPONSES = "responses.jsonl"
 SELF_PROMPTS = "self-prompts.jsonl"
@@ -54,9 +54,7 @@ def run(
     thinking: Annotated[bool | None, typer.Option(help="Thinking mode of the chat template; recorded.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of the target.")] = Dtype.bfloat16,
-    device: Annotated[
-        str | None, typer.Option(help="Where to run: cpu, cuda, cuda:1, ...; default: cuda where it is, else cpu.")
-    ] = None,
+    device: Device = None,
 ) -> None:
     """Let the target answer prompts; stopped at any moment, the same command goes on where it was."""
     if not prompts and not self_prompt_count:
