@@ -86,3 +86,14 @@ def refuse_unlike(**tensors: torch.Tensor) -> None:
                 f"expected {name} like {first_name}, {first.dtype} on {first.device}; found {tensor.dtype} on "
                 f"{tensor.device}. Cast or move it."
             )
+
+
+def refuse_tables(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor) -> None:
+    """Raises ValueError unless candidates [rows, slots, K] have scores [rows, K] and [rows, slots - 1, K or 1, K]."""
+    rows, slots, K = candidates.shape
+    wanted = [(rows, K), (rows, max(slots - 1, 0), pairs.shape[-2], K)]
+    if [tuple(first.shape), tuple(pairs.shape)] != wanted or pairs.shape[-2] not in (1, K):
+        raise ValueError(
+            f"expected first {[rows, K]} and pairs [{rows}, {slots - 1}, {K} or 1, {K}] for candidates "
+            f"{list(candidates.shape)}; found {list(first.shape)} and {list(pairs.shape)}."
+        )

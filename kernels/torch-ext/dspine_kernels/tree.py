@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import DTYPES, MAX_K, early_launches, early_options, next_power_of_2
+from ._runtime import DTYPES, MAX_K, early_launches, early_options, next_power_of_2, refuse_tables
 from ._tiles import start_early
 from .walk import _finite
 
@@ -183,13 +183,8 @@ def grow_tree(
     Raises:
         ValueError: shapes that do not belong together, another dtype, or a size out of range.
     """
-    batch, slots, K = candidates.shape
-    wanted = [(batch, K), (batch, max(slots - 1, 0), pairs.shape[-2], K)]
-    if [tuple(first.shape), tuple(pairs.shape)] != wanted or pairs.shape[-2] not in (1, K):
-        raise ValueError(
-            f"expected first {[batch, K]} and pairs [{batch}, {slots - 1}, {K} or 1, {K}] for candidates "
-            f"{list(candidates.shape)}; found {list(first.shape)} and {list(pairs.shape)}."
-        )
+    refuse_tables(candidates, first, pairs)
+    _, slots, K = candidates.shape
     if candidates.dtype != torch.int64 or not {first.dtype, pairs.dtype} <= set(DTYPES):
         raise ValueError(
             "expected candidates in int64 and scores in float32, bfloat16 or float16; found "

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from ._ops import add_op_namespace_prefix, ops
-from ._runtime import next_power_of_2
+from ._runtime import next_power_of_2, refuse_tables
 
 FLOOR = tl.constexpr(1e30)  # what an infinite score counts as, in place of NaN in the target's distribution
 INF = tl.constexpr(float("inf"))
@@ -186,13 +186,8 @@ def walk_chain(
     Raises:
         ValueError: shapes that do not belong together, or a setting out of range.
     """
-    rows, slots, K = candidates.shape
-    wanted = [(rows, K), (rows, max(slots - 1, 0), pairs.shape[-2], K)]
-    if [tuple(first.shape), tuple(pairs.shape)] != wanted or pairs.shape[-2] not in (1, K):
-        raise ValueError(
-            f"expected first {[rows, K]} and pairs [{rows}, {slots - 1}, {K} or 1, {K}] for candidates "
-            f"{list(candidates.shape)}; found {list(first.shape)} and {list(pairs.shape)}."
-        )
+    refuse_tables(candidates, first, pairs)
+    rows = candidates.shape[0]
     if noise is not None and (noise.shape != candidates.shape or noise.dtype != torch.float32):
         raise ValueError(f"expected noise {list(candidates.shape)} fp32; found {list(noise.shape)} {noise.dtype}.")
     if seen is not None and (seen.dim() != 2 or seen.shape[0] != rows or seen.dtype != torch.bool):
