@@ -35,10 +35,10 @@ def main() -> None:
     def save() -> None:
         args.out.write_text(json.dumps(result, indent=1))
 
-    def train(name: str, processes: int, precision: str, batch: int, *more: str, kind: str = "ddp") -> None:
+    def train(name: str, processes: int, precision: str, batch: int, *more: str) -> None:
         """A run of `dspine train`, by accelerate on GPUs; its losses and the median of its tokens per second."""
         launch = ["accelerate.commands.launch", "--num_processes", str(processes), "--mixed_precision", precision]
-        launch += ["--config_file", str(EXAMPLES / f"{kind}.yaml")] if processes > 1 else ["--num_machines", "1"]
+        launch += ["--config_file", str(EXAMPLES / "ddp.yaml")] if processes > 1 else ["--num_machines", "1"]
         if args.tiny:  # accelerate would start a single process
             launch = ["torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
             more += ("--use-cpu", "--ddp-backend", "gloo")
