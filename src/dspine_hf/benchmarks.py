@@ -39,7 +39,7 @@ def load_benchmarks(
         FileNotFoundError: nothing is there. ValueError: a row holds no prompt, a set ends up empty, or context is
             asked for before prompts whose continuations are known.
     """
-    files = [file for source in sources for file in _files(source)]
+    files = prompt_files(sources)
     sets: dict[str, Benchmark] = {}
     for file in files:
         rows = list(read_rows(file))
@@ -128,6 +128,11 @@ def long_prompt(
     filler = (filler * (wanted // max(1, len(filler)) + 1))[:wanted]
     text = tokenizer.decode(filler) + "\n\n" + questions[index]
     return encode_chat(tokenizer, [user(text)], thinking)
+
+
+def prompt_files(sources: list[str]) -> list[str]:
+    """What to read: each source itself, or the `.jsonl` files of a folder. FileNotFoundError if it holds none."""
+    return [file for source in sources for file in _files(source)]
 
 
 def _files(source: str) -> list[str]:

@@ -14,14 +14,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from ..benchmarks import Benchmark, load_benchmarks, within_positions
+from ..benchmarks import Benchmark, load_benchmarks, prompt_files, within_positions
 from ..bootstrap import compare
 from ..evaluation import Evaluator, summarise
 from ..journal import Journal, write_atomically
 from ..plots import plot_results
 from ..responses import respond
 from ..seeds import hash_seed
-from .common import Device, Dtype, load_pair
+from ..sources import check_source
+from .common import Device, Dtype, load_pair, usable_device
 
 RECORDS = "prompts.jsonl"
 RESULTS = "results.json"
@@ -64,6 +65,9 @@ def run(
 ) -> None:
     """Measure a drafter; stopped at any moment, the same command goes on where it was."""
     console = Console(stderr=as_json)
+    usable_device(device)
+    for file in prompt_files(prompts):  # before the target is loaded
+        check_source(file)
     pair = load_pair(target, drafter, dtype.torch, device)
     contexts = within_positions(context_length, pair.target.config, max_new_tokens)
     if contexts != context_length:

@@ -79,12 +79,12 @@ def run(
     }
     # A server may have taken all the memory of the GPU, which nothing here needs then.
     place = usable_device("cpu" if server and device is None else device)
+    texts = read_prompts(prompts or [], limit)  # before the target is loaded
     journal = Journal(output_dir / RESPONSES, settings, key=lambda entry: (entry["id"], entry["variant"]))
     model, tokenizer = load_writer_parts(target, dtype, place, tokenizer_only=server is not None)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console) as progress:
-        texts = read_prompts(prompts or [], limit)
         if self_prompt_count:
             task = progress.add_task("self-prompts", total=self_prompt_count)
             written = Journal(output_dir / SELF_PROMPTS, settings, key=lambda entry: entry["index"])

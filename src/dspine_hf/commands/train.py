@@ -13,6 +13,7 @@ from ..loading import check_drafter, load_target
 from ..lora import add_lora
 from ..modeling_dspine import DSpineDraftModel
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
+from ..sources import check_source
 from .common import Dtype
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def run(
     set_seed(args.seed)
     if drafter is not None:
         check_drafter(drafter)
+    for source in filter(None, (data, eval_data)):  # before the target is loaded, which may take minutes
+        check_source(source)
     model, tokenizer = load_frozen(target, target_dtype.torch)
     model = model.to(args.device)
     rows = load_sequences(data, tokenizer, args.max_length, thinking)
