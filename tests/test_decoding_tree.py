@@ -255,3 +255,22 @@ def test_a_call_that_cannot_grow_trees_is_refused(options):
         dspine_hf.generate(target, batch_oracle(target), prompt(5), max_new_tokens=4, **options)
     with pytest.raises(ValueError, match="tree_nodes"):
         dspine_hf.generate(target, None, prompt(5), max_new_tokens=4, tree_nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "candidates", "size"), [(1, 2, 1), (5, 2, 5), (24, 2, 14), (24, 4, 24), (90, 4, 84)]
+)
+def test_what_was_drafted_is_what_the_target_verified(nodes, candidates, size, monkeypatch):
+    """Every node of a tree; a chain's tokens where a tree would pass the limit. Three slots have few paths."""
+    target, texts = small_target(seed=2), [prompt(7, seed=20)]
+    drafter, verified = oracle_of(target, texts, block_size=4, num_candidates=candidates), []
+    genuine = fast_target.TargetPasses.verify
+    monkeypatch.setattr(
+        fast_target.TargetPasses,
+        "verify",
+        lambda self, ids, *args: verified.append(ids.shape[1] - 1) or genuine(self, ids, *args),
+    )
+    dspine_hf.generate(target, drafter, texts[0], tree_nodes=nodes, max_new_tokens=24, do_sample=False)
+    stats = drafter.generation_stats
+    assert (stats.drafted, stats.rounds, max(verified)) == (sum(verified), len(verified), size)
+    assert stats.slot_trials[0] == sum(count > 0 for count in verified)

@@ -365,7 +365,8 @@ class FastCall:
                 count, done, cuts[row] = stop, 1, self.lengths[row] + stop
             if self.lengths[row] > self.prompt_length:
                 own = kept if draft.fast else draft.counts[row]
-                self.log.add(row, self.lengths[row] - self.prompt_length, own, agreed, count)
+                verified = self.rounds.verified(kept, draft.processors) if draft.fast else own
+                self.log.add(row, self.lengths[row] - self.prompt_length, own, agreed, count, verified)
                 outcomes.append((draft.confidence[row] if draft.confidence else [], agreed, count))
             self.lengths[row] += count
             self.done[row] = bool(done)

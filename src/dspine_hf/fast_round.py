@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .fast_target import TargetPasses, compiled_method
-from .fast_tree import Tree, follow, grow
+from .fast_tree import Tree, follow, grow, size
 from .fast_walk import Chain, SeenTokens, walk_batch, warp
 from .generation_dspine import first_slots
 from .layers_dspine import Limits
@@ -175,9 +175,19 @@ class Rounds:
         if processors is not None:
             ops = getattr(self.drafter, "ops", EAGER)
             self.chain = walk_batch(block, processors, rows.seen, self.do_sample, ops)
-            if self.nodes and not processors and not self.do_sample:
+            if self._grows(processors):
                 self.chain.tree = grow(block.candidates, *score_tables(block), self.nodes, ops)
         return block
+
+    def _grows(self, processors: list[Any]) -> bool:
+        """Whether drafts are trees."""
+        return bool(self.nodes) and not processors and not self.do_sample
+
+    def verified(self, slots: int, processors: list[Any]) -> int:
+        """How many drafted tokens of a row a pass over so many slots verifies: a tree's nodes, or a chain's tokens."""
+        if not slots or slots < self.max_slots or not self._grows(processors):
+            return slots
+        return size(self.nodes, slots, self.widths[0] or self.drafter.config.num_candidates)
 
     def _draft_limits(self, places: Places) -> dict[str, Any]:
         """What a block sees as the first and the last column of every row."""

@@ -12,20 +12,21 @@ class RoundLog:
     """
 
     def __init__(self, batch: int):
-        self._rounds: list[list[tuple[int, int, int, int]]] = [[] for _ in range(batch)]
+        self._rounds: list[list[tuple[int, int, int, int, int]]] = [[] for _ in range(batch)]
 
-    def add(self, row: int, start: int, drafted: int, agreed: int, count: int) -> None:
+    def add(self, row: int, start: int, slots: int, agreed: int, count: int, verified: int) -> None:
         """
         A verification pass of one row.
 
         Args:
             row: the batch row.
             start: tokens it had decided after the prompt.
-            drafted: tokens that were drafted for it.
-            agreed: how many of them the target accepted.
+            slots: tokens of its chain of drafts, or of the longest branch that its tree can have.
+            agreed: how many drafted tokens the target accepted.
             count: tokens that the row took.
+            verified: drafted tokens that were put before the target: those of the chain, or of the whole tree.
         """
-        self._rounds[row].append((start, drafted, agreed, count))
+        self._rounds[row].append((start, slots, agreed, count, verified))
 
     def stats(self, new_tokens: list[int]) -> GenerationStats:
         """
@@ -36,11 +37,11 @@ class RoundLog:
         """
         reached: list[int] = []
         passed: list[int] = []
-        drafted_sum = 0
-        for _, drafted, agreed, count in (entry for row in self._rounds for entry in row):
-            drafted_sum += drafted
+        drafted = 0
+        for _, slots, agreed, count, verified in (entry for row in self._rounds for entry in row):
+            drafted += verified
             kept = min(agreed, count)
-            trials = kept if count <= agreed or agreed == drafted else kept + 1
+            trials = kept if count <= agreed or agreed == slots else kept + 1
             for slot in range(trials):
                 if slot == len(reached):
                     reached.append(0)
@@ -50,7 +51,7 @@ class RoundLog:
         rounds = sum(len(row) for row in self._rounds)
         return GenerationStats(
             rounds=rounds,
-            drafted=drafted_sum,
+            drafted=drafted,
             accepted=sum(passed),
             new_tokens=sum(new_tokens),
             acceptance_length=(sum(new_tokens) - len(new_tokens)) / rounds if rounds else 1.0,

@@ -100,6 +100,11 @@ def grow(candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nod
     return Tree(tokens, parent, depth, seen)
 
 
+def size(nodes: int, slots: int, width: int) -> int:
+    """How many nodes a tree has that `nodes` were asked for, of `width` candidates in each of `slots` slots."""
+    return min(nodes, sum(width**length for length in range(1, slots + 1)))
+
+
 def _steps(scores: torch.Tensor) -> torch.Tensor:
     return finite(scores).log_softmax(-1).clamp(min=_LEAST) - _STEP
 

@@ -15,11 +15,12 @@ class GenerationStats:
 
     Attributes:
         rounds: target verification passes; prefill is none, a pass with an empty draft is one.
-        drafted: draft tokens that were put before the target.
+        drafted: draft tokens that were put before the target, of trees every node.
         accepted: those of them that stand in the output.
         new_tokens: tokens in the output after the prompt.
         acceptance_length: (new tokens - 1) / rounds; 1.0 when prefill alone decided the output.
-        slot_acceptance: for each slot, the share accepted among the drafts whose earlier slots were all accepted.
+        slot_acceptance: for each slot, the share accepted among the drafts whose earlier slots were all accepted; a
+            tree counts as one draft, accepted at a slot where one of its nodes there is.
         slot_trials: for each slot, how many drafts those are.
         round_starts: for each round, the index among the new tokens that its first draft token was proposed for.
     """
