@@ -96,14 +96,18 @@ def check_drafter(name_or_path: str | Path) -> str | Path:
     return name_or_path
 
 
-def load_drafter(name_or_path: str | Path, target: PreTrainedModel) -> PreTrainedModel:
+def load_drafter(name_or_path: str | Path, target: PreTrainedModel, **model_kwargs: Any) -> PreTrainedModel:
     """Load a drafter in the target's dtype, onto the device of the target's output head, and check that they fit.
+
+    Args:
+        name_or_path: a folder or a Hub name. target: the model that it drafts for.
+        model_kwargs: passed on to `AutoModel.from_pretrained`, e.g. `use_fused_kernels`.
 
     Raises:
         FileNotFoundError: a path was given and no drafter is there.
         ValueError: the drafter was made for a target of other shapes.
     """
-    drafter = AutoModel.from_pretrained(check_drafter(name_or_path), dtype=target.dtype)
+    drafter = AutoModel.from_pretrained(check_drafter(name_or_path), dtype=target.dtype, **model_kwargs)
     drafter.check_target(target)
     return drafter.to(resident(target.get_output_embeddings(), "weight").device).eval()
 

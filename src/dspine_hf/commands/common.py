@@ -72,8 +72,12 @@ class CallbackStreamer(TextStreamer):
             self.on_text(text)
 
 
-def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, device: str | None = None) -> Pair:
+def load_pair(
+    target: str | None, drafter: str | None, dtype: torch.dtype, device: str | None = None, **drafter_kwargs: Any
+) -> Pair:
     """Load a target and its drafter; None stands for the embedded target and for the drafter trained for it.
+
+    `drafter_kwargs` go to [`load_drafter`].
 
     Raises:
         ValueError: a target was named without a drafter, or the device cannot be used.
@@ -92,7 +96,9 @@ def load_pair(target: str | None, drafter: str | None, dtype: torch.dtype, devic
     with _without_progress_bars() if local else contextlib.nullcontext():
         model, tokenizer = load_embedded_target(dtype) if target is None else load_target(target, dtype)
         model = model.to(place)
-        return Pair(model, tokenizer, load_drafter(drafter, model), target or TARGET_NAME, Path(drafter).name)
+        return Pair(
+            model, tokenizer, load_drafter(drafter, model, **drafter_kwargs), target or TARGET_NAME, Path(drafter).name
+        )
 
 
 def usable_device(name: str | None) -> torch.device:
@@ -135,11 +141,12 @@ def answer(
     max_new_tokens: int,
     temperature: float = 0.0,
     on_text: Callable[[str], None] | None = None,
-    fast: bool = False,
+    loop: dict[str, Any] | None = None,
 ) -> Answer:
     """Generate one answer, plain or drafted, and time it from the call to the last token, prefill included.
 
-    `fast` takes the loop of [`dspine_hf.generate`] instead of the target's own generate().
+    Args:
+        loop: options of [`dspine_hf.generate`], which then decodes; None: the target's own generate() does.
     """
     sampling: dict[str, Any] = {"do_sample": False}
     if temperature > 0:
@@ -148,8 +155,8 @@ def answer(
     assistant = {"assistant_model": pair.drafter} if drafted else {}
     start = time.perf_counter()
     options = {**inputs, **sampling, "max_new_tokens": max_new_tokens, "streamer": streamer}
-    if fast:
-        ids = generate(pair.target, pair.drafter if drafted else None, **options)
+    if loop is not None:
+        ids = generate(pair.target, pair.drafter if drafted else None, **options, **loop)
     else:
         ids = pair.target.generate(**options, **assistant)
     if ids.is_cuda:
@@ -158,6 +165,25 @@ def answer(
     new_ids = ids[0, inputs["input_ids"].shape[1] :].tolist()
     text = pair.tokenizer.decode(new_ids, skip_special_tokens=True)
     return Answer(text, new_ids, seconds, pair.drafter.generation_stats if drafted else None)
+
+
+def loop_options(
+    fast: bool,
+    tree_nodes: int | None,
+    adaptive: bool = False,
+    compiled: bool | str = False,
+    candidates: int | None = None,
+) -> dict[str, Any] | None:
+    """What [`dspine_hf.generate`] is to be told beyond generate()'s arguments; None: it is not asked for.
+
+    Raises:
+        ValueError: trees together with drafts that are cut.
+    """
+    if tree_nodes is not None and adaptive:
+        raise ValueError("--adaptive cuts chains, and --tree-nodes asks for trees. Leave one of them out.")
+    asked = {"tree_nodes": tree_nodes, "adaptive": adaptive, "compiled": compiled, "num_candidates": candidates}
+    options = {name: value for name, value in asked.items() if value}
+    return options if fast or options else None
 
 
 @contextlib.contextmanager

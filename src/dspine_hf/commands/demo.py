@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from ..embedded import TARGET_NAME
-from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair
-from .demo_view import show, watch
+from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair, loop_options
+from .demo_view import drafted_by, show, watch
 
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
@@ -70,24 +70,31 @@ def run(
     max_new_tokens: Annotated[int, typer.Option(min=2, help="Length limit of each answer, in tokens.")] = 128,
     dtype: Annotated[Dtype, typer.Option(help="Dtype that is timed; texts are compared in float32.")] = Dtype.bfloat16,
     device: Device = None,
+    fast: Annotated[bool, typer.Option("--fast", help="Draft in the package's own loop, dspine_hf.generate.")] = False,
+    tree_nodes: Annotated[
+        int | None, typer.Option(min=1, help="In that loop: verify trees of so many drafted tokens, not chains.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Answer the same prompts plain and drafted, on a small chat model that needs no download, and compare."""
+    loop = loop_options(fast, tree_nodes)
     console = Console(file=sys.stderr if as_json else sys.stdout, quiet=as_json)
     with console.status(f"Loading {TARGET_NAME} and its drafter"):
         pair = load_pair(None, drafter, dtype.torch, device)
         exact = pair if dtype is Dtype.float32 else in_float32(pair)
     for drafted in (False, True):  # the first call of each kind pays for allocations and kernel choice
-        answer(pair, encode(pair.tokenizer, PROMPTS[0], pair.target.device), drafted=drafted, max_new_tokens=12)
+        inputs = encode(pair.tokenizer, PROMPTS[0], pair.target.device)
+        answer(pair, inputs, drafted=drafted, max_new_tokens=12, **_loop(loop, drafted))
     if not as_json:
-        watch(console, exact, WATCHED, max_new_tokens)
+        watch(console, exact, WATCHED, max_new_tokens, dtype.value, loop)
     with console.status("Measuring") as status:
         trials = []
         for index, prompt in enumerate(PROMPTS[:prompts]):
             status.update(f"Measuring prompt {index + 1} of {prompts}, plain and drafted")
-            timed = compare(pair, prompt, max_new_tokens, drafted_first=index % 2 == 1)
-            trials.append(Trial(prompt, timed, timed if exact is pair else compare(exact, prompt, max_new_tokens)))
-    result = summarise(pair, trials, max_new_tokens)
+            timed = compare(pair, prompt, max_new_tokens, index % 2 == 1, loop)
+            same = timed if exact is pair else compare(exact, prompt, max_new_tokens, loop=loop)
+            trials.append(Trial(prompt, timed, same))
+    result = {**summarise(pair, trials, max_new_tokens), "drafted_by": drafted_by(loop)}
     if as_json:
         print(json.dumps(result))
     else:
@@ -99,14 +106,23 @@ def in_float32(pair: Pair) -> Pair:
     return replace(pair, target=copy.deepcopy(pair.target).float(), drafter=copy.deepcopy(pair.drafter).float())
 
 
-def compare(pair: Pair, prompt: str, max_new_tokens: int, drafted_first: bool = False) -> Comparison:
-    """Answer one prompt greedily both ways. Callers alternate the order, so that a drift of the clock cancels."""
+def compare(
+    pair: Pair, prompt: str, max_new_tokens: int, drafted_first: bool = False, loop: dict[str, Any] | None = None
+) -> Comparison:
+    """Answer one prompt greedily both ways. Callers alternate the order, so that a drift of the clock cancels.
+
+    `loop`: see [`answer`]; plain answers are always generate()'s.
+    """
     inputs = encode(pair.tokenizer, prompt, pair.target.device)
     answers = {
-        drafted: answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens)
+        drafted: answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens, **_loop(loop, drafted))
         for drafted in (drafted_first, not drafted_first)
     }
     return Comparison(answers[False], answers[True])
+
+
+def _loop(loop: dict[str, Any] | None, drafted: bool) -> dict[str, Any]:
+    return {"loop": loop} if drafted and loop is not None else {}
 
 
 def summarise(pair: Pair, trials: list[Trial], max_new_tokens: int) -> dict[str, Any]:

@@ -12,11 +12,28 @@ from rich.text import Text
 
 from .common import Pair, answer, encode
 
-TITLES = {False: "generate()", True: "generate(assistant_model=drafter)"}
+
+def drafted_by(loop: dict[str, Any] | None) -> str:
+    """The call that drafts. `loop`: see [`answer`]."""
+    if loop is None:
+        return "generate(assistant_model=drafter)"
+    return f"dspine_hf.generate({', '.join(f'{name}={value}' for name, value in loop.items())})"
 
 
-def watch(console: Console, pair: Pair, prompt: str, max_new_tokens: int) -> None:
-    """Stream one answer plain, then drafted, into two columns, each with the time it took."""
+def watch(
+    console: Console,
+    pair: Pair,
+    prompt: str,
+    max_new_tokens: int,
+    timed_in: str,
+    loop: dict[str, Any] | None = None,
+) -> None:
+    """Stream one answer plain, then drafted, into two columns; their seconds are shown where their dtype is timed."""
+    titles = {False: "generate()", True: drafted_by(loop)}
+    dtype = str(pair.target.dtype).removeprefix("torch.")
+    if dtype != timed_in:
+        note = f"To watch, in {dtype}, where both texts must be the same. The table below is timed, in {timed_in}."
+        console.print(note, style="dim", highlight=False)
     inputs = encode(pair.tokenizer, prompt, pair.target.device)
     texts = {False: Text(), True: Text()}
     times = {False: "", True: ""}
@@ -24,7 +41,7 @@ def watch(console: Console, pair: Pair, prompt: str, max_new_tokens: int) -> Non
     def frame() -> Group:
         width = max(30, min(console.width, 140) // 2 - 1)
         panels = [
-            Panel(texts[way], title=TITLES[way], subtitle=times[way] or None, width=width, border_style=style)
+            Panel(texts[way], title=titles[way], subtitle=times[way] or None, width=width, border_style=style)
             for way, style in ((False, "none"), (True, "green"))
         ]
         return Group(Text(f"> {prompt}", style="bold"), Columns(panels, padding=(0, 1)))
@@ -36,9 +53,10 @@ def watch(console: Console, pair: Pair, prompt: str, max_new_tokens: int) -> Non
                 text.append(piece)
                 live.update(frame())
 
-            done = answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens, on_text=on_text)
-            dtype = str(pair.target.dtype).removeprefix("torch.")
-            times[drafted] = f"{len(done.token_ids)} tokens in {done.seconds:.1f} s, {dtype}"
+            way = loop if drafted else None
+            done = answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens, on_text=on_text, loop=way)
+            took = f" in {done.seconds:.1f} s, {dtype}" if dtype == timed_in else f", {dtype}, not timed"
+            times[drafted] = f"{len(done.token_ids)} tokens{took}"
             live.update(frame())
     if not console.is_terminal:  # Live ends its last line on terminals only
         console.line()
@@ -48,7 +66,8 @@ def watch(console: Console, pair: Pair, prompt: str, max_new_tokens: int) -> Non
 def show(console: Console, result: dict[str, Any]) -> None:
     """Print what `summarise` returned as a table: one row a prompt, and what they add up to."""
     timed_in, count = result["timed_in"], len(result["prompts"])
-    table = Table(title=f"{result['target']} on {result['device']}, greedy, timed in {timed_in}", title_justify="left")
+    title = f"{result['target']} on {result['device']}, greedy, timed in {timed_in}"
+    table = Table(title=title, title_justify="left")
     table.add_column("prompt")
     for column in ("tokens", "plain\ntok/s", "drafted\ntok/s", "speed-\nup", "acc.\nlength"):
         table.add_column(column, justify="right", no_wrap=True)

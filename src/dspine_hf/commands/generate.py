@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from ..embedded import TARGET_NAME
-from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair
+from .common import Answer, Device, Dtype, Pair, answer, encode, load_pair, loop_options
 
 
 def run(
@@ -27,14 +27,38 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
     dtype: Annotated[Dtype, typer.Option(help="Dtype of target and drafter.")] = Dtype.bfloat16,
     device: Device = None,
-    fast: Annotated[bool, typer.Option("--fast", help="Decode with the package's own loop: static caches.")] = False,
+    fast: Annotated[
+        bool, typer.Option("--fast", help="Decode with the package's own loop, dspine_hf.generate.")
+    ] = False,
+    tree_nodes: Annotated[
+        int | None, typer.Option(min=1, help="With the loop: verify trees of so many drafted tokens, not chains.")
+    ] = None,
+    adaptive: Annotated[
+        bool, typer.Option("--adaptive", help="With the loop: draft only as far as it pays by the clock.")
+    ] = False,
+    compiled: Annotated[
+        bool, typer.Option("--compile", help="With the loop: passes through torch.compile; the first take minutes.")
+    ] = False,
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="With the loop: candidates per slot, at most the drafter's own.")
+    ] = None,
+    fused: Annotated[bool, typer.Option("--fused", help="Draft with the Triton kernels.")] = False,
     chat: Annotated[bool, typer.Option(help="Put the prompt into the target's chat template, if it has one.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """Answer one prompt with a drafter; the text goes to stdout as it comes, the figures to stderr."""
+    """Answer one prompt with a drafter; the text goes to stdout as it comes, the figures to stderr.
+
+    --tree-nodes, --adaptive, --compile and --candidates decode with the loop, as --fast does.
+    """
+    loop = loop_options(fast, tree_nodes, adaptive, compiled and ("fused" if fused else True), candidates)
+    if tree_nodes is not None and temperature > 0:
+        raise ValueError(
+            f"--tree-nodes {tree_nodes}: trees are for greedy decoding; found --temperature {temperature:g}. "
+            "Leave one of them out."
+        )
     notes = Console(stderr=True, quiet=as_json, highlight=False)
     notes.print(f"Loading {target or TARGET_NAME} and its drafter", style="dim", markup=False)
-    pair = load_pair(target, drafter, dtype.torch, device)
+    pair = load_pair(target, drafter, dtype.torch, device, **({"use_fused_kernels": True} if fused else {}))
     torch.manual_seed(seed)
     inputs = encode(pair.tokenizer, prompt, pair.target.device, chat)
     result = answer(
@@ -43,7 +67,7 @@ def run(
         drafted=True,
         max_new_tokens=max_new_tokens,
         temperature=temperature,
-        fast=fast,
+        loop=loop,
         on_text=None if as_json else lambda piece: print(piece, end="", flush=True),
     )
     if as_json:
