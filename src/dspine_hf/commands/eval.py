@@ -197,9 +197,10 @@ def tables(results: dict[str, Any], temperatures: list[float]) -> Iterator[Table
             caption += f"\nacceptance length behind {context} tokens of context: {length:.2f}"
         table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
         timed = "mean_speedup" in figures
-        names = ["benchmark", "acceptance", "95 %", "no loops"]
-        for name in names + (["plain t/s", "drafted t/s", "speed-up"] if timed else []):
-            table.add_column(name, justify="left" if name == "benchmark" else "right", no_wrap=True)
+        table.add_column("benchmark", overflow="fold", min_width=9)
+        names = ["acc.\nlength", "95 %", "no\nloops"]
+        for name in names + (["plain\ntok/s", "drafted\ntok/s", "speed-\nup"] if timed else []):
+            table.add_column(name, justify="right", no_wrap=True)
         for name, row in figures["benchmarks"].items():
             table.add_row(name, *_cells(row, timed))
         table.add_section()
