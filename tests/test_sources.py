@@ -132,7 +132,7 @@ def test_commands_say_so_before_the_target_is_loaded(command, words, hub, monkey
     def load(*args, **kwargs):
         raise AssertionError("the target was loaded")
 
-    for name in ("load_frozen", "load_pair", "load_writer_parts"):
+    for name in ("load_quietly", "load_pair", "load_writer_parts"):
         if hasattr(command, name):
             monkeypatch.setattr(command, name, load)
     here = write_jsonl(tmp_path / "rows.jsonl", [{"tokens": [1, 2, 3, 4], "prompt_length": 1}])

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import typer
 from rich.console import Console
 
+from .commands.common import hide_loading_bars
+
 COMMANDS = ("demo", "generate", "regenerate", "train", "eval", "convert", "export", "card", "push")
 
 app = typer.Typer(
@@ -25,7 +27,8 @@ for _name in COMMANDS:
 
 @app.callback()
 def _root() -> None:
-    """Keeps `dspine` a group of commands, however many there are."""
+    """Comes before every command."""
+    hide_loading_bars()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

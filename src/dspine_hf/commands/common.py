@@ -12,7 +12,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
 from transformers import PreTrainedModel, TextStreamer
+from transformers.utils import logging
 
 from ..decoding import generate
 from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
@@ -92,13 +94,25 @@ def load_pair(
         drafter = str(embedded_drafter_folder())
     place = usable_device(device)
     check_drafter(drafter)
-    local = Path(drafter).exists() and (target is None or Path(target).exists())
-    with _without_progress_bars() if local else contextlib.nullcontext():
-        model, tokenizer = load_embedded_target(dtype) if target is None else load_target(target, dtype)
-        model = model.to(place)
-        return Pair(
-            model, tokenizer, load_drafter(drafter, model, **drafter_kwargs), target or TARGET_NAME, Path(drafter).name
-        )
+    model, tokenizer = load_quietly(target, dtype)
+    model = model.to(place)
+    loaded = load_drafter(drafter, model, **drafter_kwargs)
+    return Pair(model, tokenizer, loaded, target or TARGET_NAME, Path(drafter).name)
+
+
+def load_quietly(target: str | None, dtype: torch.dtype) -> tuple[PreTrainedModel, Any]:
+    """The target of this name and its tokenizer, None: the embedded one. Nothing is drawn while a file is unpacked."""
+    here = target is None or Path(target).expanduser().exists()
+    with _without_progress_bars() if here else contextlib.nullcontext():
+        return load_embedded_target(dtype) if target is None else load_target(target, dtype)
+
+
+def hide_loading_bars() -> None:
+    """Transformers draws no bar for weights that it loads or writes; downloads keep theirs."""
+    downloads = not are_progress_bars_disabled()
+    logging.disable_progress_bar()
+    if downloads:
+        enable_progress_bars()
 
 
 def usable_device(name: str | None) -> torch.device:

@@ -9,7 +9,7 @@ from huggingface_hub import snapshot_download
 from rich.console import Console
 
 from ..convert import convert
-from ..loading import load_target
+from .common import load_quietly
 from .train import parse_fields
 
 CODE_FREE = ["config.json", "*.safetensors", "*.safetensors.index.json"]
@@ -34,7 +34,7 @@ def run(
     folder = Path(source).expanduser()
     if not folder.is_dir():
         folder = Path(snapshot_download(source, allow_patterns=CODE_FREE))
-    model = None if target is None else load_target(target, torch.float32)[0]
+    model = None if target is None else load_quietly(target, torch.float32)[0]
     conversion = convert(folder, model, **parse_fields(config or []))
     conversion.drafter.save_pretrained(output_dir)
     console = Console(soft_wrap=True, highlight=False, markup=False)

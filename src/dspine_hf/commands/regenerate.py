@@ -12,11 +12,10 @@ from transformers import AutoTokenizer
 
 from ..benchmarks import encode_chat, user
 from ..data import Prompt, TargetWriter, answer_batches, make_batches, read_prompts, self_prompts, write_dataset
-from ..embedded import TARGET_NAME, load_embedded_target
+from ..embedded import TARGET_NAME
 from ..journal import Journal, write_atomically
-from ..loading import load_target
 from ..server import ServerWriter, answer_from_server
-from .common import Device, Dtype, usable_device
+from .common import Device, Dtype, load_quietly, usable_device
 
 RESPONSES = "responses.jsonl"
 SELF_PROMPTS = "self-prompts.jsonl"
@@ -132,5 +131,5 @@ def load_writer_parts(target: str | None, dtype: Dtype, device: torch.device, to
     """The target (None where a server answers) and its tokenizer."""
     if tokenizer_only and target is not None and not target.endswith(".gguf"):
         return None, AutoTokenizer.from_pretrained(target)
-    model, tokenizer = load_embedded_target(dtype.torch) if target is None else load_target(target, dtype.torch)
+    model, tokenizer = load_quietly(target, dtype.torch)
     return (None if tokenizer_only else model.to(device)), tokenizer

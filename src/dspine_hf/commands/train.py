@@ -8,13 +8,12 @@ import typer
 from rich.console import Console
 from transformers import set_seed
 
-from ..embedded import load_embedded_target
-from ..loading import check_drafter, load_target
+from ..loading import check_drafter
 from ..lora import add_lora
 from ..modeling_dspine import DSpineDraftModel
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
 from ..sources import check_source
-from .common import Dtype
+from .common import Dtype, load_quietly
 
 if TYPE_CHECKING:
     from ..training import DSpineTrainingArguments
@@ -67,14 +66,17 @@ def run(
         check_drafter(drafter)
     for source in filter(None, (data, eval_data)):  # before the target is loaded, which may take minutes
         check_source(source)
-    model, tokenizer = load_frozen(target, target_dtype.torch)
+    model, tokenizer = load_quietly(target, target_dtype.torch)
     model = model.to(args.device)
     rows = load_sequences(data, tokenizer, args.max_length, thinking)
-    held_out = None
+    held_out, split = None, ""
     if eval_data is not None:
         held_out = load_sequences(eval_data, tokenizer, args.max_length, thinking)
+        split = f"; {len(held_out)} others to evaluate on"
     elif eval_size:
+        found = len(rows)
         rows, held_out = split_prompts(rows, eval_size)
+        split = f"; {found - len(rows)} more, of {eval_size} prompts, are held out, {len(held_out)} of them greedy"
     counts = token_counts(rows, model.get_output_embeddings().weight.shape[0]) if frequency_space else None
     start = build_drafter(model, drafter, config or [], counts)
     if lora:
@@ -89,7 +91,8 @@ def run(
         eval_dataset=None if held_out is None else TokenSequences(held_out, args.max_length),
     )
     checkpoint = last_complete_checkpoint(output_dir) if resume else None
-    console.print(f"{len(rows)} sequences" + (f", resuming from {checkpoint}" if checkpoint else ""), style="dim")
+    resuming = f"; resuming from {checkpoint}" if checkpoint else ""
+    console.print(f"{len(rows)} sequences to train on{split}{resuming}", style="dim", soft_wrap=True)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_drafter(output_dir, torch.bfloat16 if args.bf16 else torch.float32)
     trainer.save_state()
@@ -129,11 +132,6 @@ def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpi
             "'dspine train --help' lists the former."
         )
     return args
-
-
-def load_frozen(target: str | None, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The target and its tokenizer; None stands for the embedded one."""
-    return load_embedded_target(dtype) if target is None else load_target(target, dtype)
 
 
 def build_drafter(
