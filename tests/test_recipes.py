@@ -94,6 +94,35 @@ def test_the_recipe_runs_and_goes_on_where_it_was(tmp_path):
     assert done.returncode and "found one twice" in done.stderr
 
 
+INTERPRETER = """#!{python}
+import json, pathlib, sys
+with open("{log}", "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\\n")
+if "--out" in sys.argv:
+    out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+    if not out.suffix:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "eval.jsonl").touch()
+"""
+
+
+@pytest.mark.parametrize("lines", [[], ["older/*.npz"], ["my data/a b.npz", "", "other data/*.npz"]], ids=len)
+def test_more_sources_are_named_one_a_line(tmp_path, lines):
+    """A stand-in for the interpreter keeps the words that it is started with."""
+    command, environment = command_in(tmp_path)
+    fake, log = tmp_path / "python", tmp_path / "log.jsonl"
+    fake.write_text(INTERPRETER.format(python=sys.executable, log=log))
+    fake.chmod(0o755)
+    environment |= {"PYTHON": str(fake), "SOURCES": "\n".join(lines)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    calls = [words for words in map(json.loads, log.read_text().splitlines()) if "--sources" in words]
+    wanted = [f"{command[-1]}/gen*/train.npz", *filter(None, lines)]
+    assert len(calls) == 2
+    for words in calls:
+        assert words[words.index("--sources") + 1 : words.index("--tokens")] == wanted
+
+
 def processes_with(word: str) -> list[int]:
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

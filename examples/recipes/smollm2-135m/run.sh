@@ -7,13 +7,15 @@
 # of that become data (train.npz, and final.npz for the longest training), then every GPU takes its share of the lists of
 # drafters beside this file; results/ has one JSON each, and the weights of "final". On two CPU cores: TINY=1.
 #   GPUS="0 1 2 3"   which GPUs   LISTS="final finalists parts settings"   which lists, dealt to them in turn
-#   SOURCES="..."    more npz files of sequences   SECONDS_EACH=600   start no drafter later than this on any GPU
+#   SOURCES=...      more npz files of sequences, a name or pattern a line (names may hold spaces): SOURCES=$(ls older/*.npz)
+#   SECONDS_EACH=600 start no drafter later than this on any GPU
 set -euo pipefail
 (($# == 3)) || {
     echo "expected a target, a folder of prompts and one for the results; found $# arguments. See the head of $0." >&2
     exit 1
 }
 target=$1 prompts=$2 out=$3 here=$(cd "$(dirname "$0")" && pwd)
+mapfile -t more < <(grep . <<<"${SOURCES:-}")
 gpus=(${GPUS:-0 1 2 3}) lists=(${LISTS:-final finalists parts settings})
 examples=$here/../.. python=${PYTHON:-python3}
 write=(--own 6144 --dialogues 4096) train=(--max-length 640) tokens=(14e6 18e6)
@@ -44,7 +46,7 @@ finish
 cat "$out"/gen*/eval.jsonl >"$out/eval.jsonl"
 names=(train final)
 for i in 0 1; do
-    [[ -f $out/${names[i]}.npz ]] || "$python" "$examples/select_sequences.py" --sources "$out/gen*/train.npz" ${SOURCES:-} \
+    [[ -f $out/${names[i]}.npz ]] || "$python" "$examples/select_sequences.py" --sources "$out/gen*/train.npz" "${more[@]}" \
         --tokens "${tokens[i]}" --out "$out/${names[i]}.npz"
 done
 for i in "${!gpus[@]}"; do
