@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .rewrite_dspine import ChainStates, rewritten
 from .transfer_dspine import TransitionCache, predecessor_keys
 
 
@@ -17,6 +18,7 @@ class DraftBlock:
         unary: [batch, slots, n] fp32, their unary logits.
         transitions: pair scores, or None when slots are selected independently.
         noise: [batch, slots, n], what the walk is to sample with; None: the walk draws it.
+        chain: whose states the rewritten layers attend to; None without `chain_passes`.
     """
 
     candidates: torch.Tensor
@@ -26,13 +28,14 @@ class DraftBlock:
     _view: Any
     _output: Any
     noise: torch.Tensor | None = None
+    chain: ChainStates | None = None
 
     def row(self, slot: int, previous_ids: torch.Tensor) -> torch.Tensor:
         """Full-vocabulary logits [batch, V] of `slot` (from 1) given its decided predecessor [batch]."""
         if self.transitions is None:
             return self._view.logits(self._drafter.norm(self._output.hidden[:, 0, slot]))
         messages = self._view.phi(previous_ids.view(-1, 1, 1, 1))
-        hidden = self._drafter.rewrite(self._output.rewrite, messages, first_slot=slot)
+        hidden = self._drafter.rewrite(self._output.rewrite, messages, slot, self.chain)
         return self._view.logits(hidden[:, 0, 0, 0])
 
 
@@ -58,7 +61,7 @@ def block_transitions(drafter: Any, view: Any, state: Any, block: DraftBlock, ke
         predecessors = predecessors.gather(2, chosen)
         places = torch.arange(kept, device=chosen.device).expand_as(chosen)
         rows = torch.full_like(candidates[:, :-1], kept).scatter_(2, chosen, places)
-    hidden = drafter._rewritten(state, view.phi(predecessors).unsqueeze(1), first_slot=2)[:, 0]
+    hidden = rewritten(drafter, state, view.phi(predecessors).unsqueeze(1), 2, block.chain)[:, 0]
     pairs = view.pair_scores(hidden, drafter.norm, candidates[:, 1:], ops.at(count).pair_scores)
     if rows is not None:
         pairs = torch.cat([pairs, unary[:, 1:, None]], dim=2)

@@ -24,6 +24,7 @@ from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
 from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, Limits, ZeroLinear
 from .ops_dspine import EAGER, Ops, fused_ops
+from .rewrite_dspine import ChainStates, RewriteState, drafted_chain, rewritten
 from .saving_dspine import replaced_whole, weights_of
 from .target_dspine import (
     TargetView,
@@ -53,23 +54,7 @@ class DSpineOutput:
 
     hidden: torch.Tensor
     features: tuple[torch.Tensor, ...]
-    rewrite: "RewriteState"
-
-
-@dataclass
-class RewriteState:
-    """The states before the write that is done again, and the keys and values that later layers attend to.
-
-    before: [batch, blocks, B-1, d], slots 1..B-1. keys_values: one (K, V) per layer after the rewritten one.
-    rotary: cos and sin of slots 1..B-1, [batch, blocks, B-1, head_dim]. mask: [batch, blocks, B-1, keys] or None.
-    limits: instead of a mask, or None.
-    """
-
-    before: torch.Tensor
-    keys_values: list[tuple[torch.Tensor, torch.Tensor]]
-    rotary: tuple[torch.Tensor, torch.Tensor]
-    mask: torch.Tensor | None
-    limits: Limits | None = None
+    rewrite: RewriteState
 
 
 class DSpinePreTrainedModel(PreTrainedModel):
@@ -302,38 +287,21 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         slot_mask = None if mask is None else mask[:, 0].unflatten(1, (blocks, slots))[:, :, 1:]
         return DSpineOutput(h, tuple(features), RewriteState(state, keys_values, rotary, slot_mask, limits))
 
-    def rewrite(self, state: RewriteState, messages: torch.Tensor, first_slot: int = 1) -> torch.Tensor:
+    def rewrite(
+        self, state: RewriteState, messages: torch.Tensor, first_slot: int = 1, chain: ChainStates | None = None
+    ) -> torch.Tensor:
         """Do the last writes again with decided predecessors (predecessor-conditioned decoding).
 
         Args:
             state: `DSpineOutput.rewrite`.
             messages: phi of the predecessors [batch, blocks, slots, n, r] for slots first_slot.., n alternatives each.
             first_slot: the slot (from 1) that messages begin with.
+            chain: what the slots before a slot look like, for drafters with `chain_passes`.
 
         Returns:
             Normed states [batch, blocks, slots, n, d], ready for the head.
         """
-        return self.norm(self._rewritten(state, messages, first_slot))
-
-    def _rewritten(self, state: RewriteState, messages: torch.Tensor, first_slot: int) -> torch.Tensor:
-        """`rewrite` without the final norm."""
-        batch, blocks, slots, n, _ = messages.shape
-        pick = slice(first_slot - 1, first_slot - 1 + slots)
-        first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
-        ops = self.ops
-        h = self.layers[first].write(state.before[:, :, pick].unsqueeze(3), messages, ops)
-        if state.keys_values:
-            shape = (batch, blocks, slots, n)
-            cos, sin = (t[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3) for t in state.rotary)
-            mask = state.mask
-            if mask is not None:
-                mask = mask[:, :, pick].unsqueeze(3).expand(*shape, -1).flatten(1, 3).unsqueeze(1)
-            for layer, (k, v) in zip(self.layers[first + 1 :], state.keys_values, strict=True):
-                x = layer.input_layernorm(h).flatten(1, 3)
-                q = layer.self_attn.queries(x, cos, sin)
-                h = h + layer.self_attn(q, k, v, mask, state.limits).view_as(h)
-                h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages, ops)
-        return h
+        return self.norm(rewritten(self, state, messages, first_slot, chain))
 
     @torch.no_grad()
     def draft_block(
@@ -380,5 +348,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         noise = None if noise is None else noise[:, :slots]
         block = DraftBlock(candidates, unary, None, self, view, out, noise)
         if self.config.selection == "transition":
+            if self.config.chain_passes and slots > 1:
+                alike = (candidates[:, None], unary[:, None], None if noise is None else noise[:, None])
+                block.chain = drafted_chain(self, view, out.rewrite, anchor_features, *alike, temperature)
             block_transitions(self, view, out.rewrite, block, kept, temperature)
         return block

@@ -9,6 +9,7 @@ import torch
 from .blocks import Blocks, cut_blocks, run_blocks
 from .losses import LossWeights, feature_loss, slot_weights, token_loss
 from .modeling_dspine import DSpineDraftModel
+from .rewrite_dspine import chain_states
 from .target_dspine import TargetView
 
 
@@ -52,7 +53,8 @@ def block_states(
     predecessors: torch.Tensor,
     forcing: torch.Tensor | None = None,
 ) -> BlockStates:
-    """Both streams of every slot: unary (predicted messages) and conditional (the true predecessor's).
+    """Both streams of every slot: unary (predicted messages) and conditional (the true predecessor's, or with
+    `chain_passes` the true prefix's).
 
     Args:
         forcing: bool [batch, blocks, B-1]; True where the true predecessor's phi replaces the predicted message at
@@ -66,7 +68,10 @@ def block_states(
     unary = drafter.norm(out.hidden[:, :, 1:])
     conditional = None
     if drafter.config.selection == "transition":
-        conditional = drafter.rewrite(out.rewrite, messages.unsqueeze(3)).flatten(0, 3)
+        if drafter.config.chain_passes:
+            conditional = drafter.norm(chain_states(drafter, out.rewrite, messages).hidden).flatten(0, 2)
+        else:
+            conditional = drafter.rewrite(out.rewrite, messages.unsqueeze(3)).flatten(0, 3)
     return BlockStates(unary.flatten(0, 2), conditional, tuple(z.flatten(0, 2) for z in out.features))
 
 

@@ -8,6 +8,7 @@ import torch
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
 from .ops_dspine import topk
+from .rewrite_dspine import drafted_chain
 from .target_dspine import TargetView
 from .transfer_dspine import TransitionCache
 
@@ -67,7 +68,10 @@ def draft_rows(
     unary, candidates = view.best(hidden, drafter.config.num_candidates, topk)  # [rows, blocks, B-1, K]
     if drafter.config.selection == "independent" or candidates.shape[2] == 1:
         return candidates[..., 0]
-    hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :, :-1]), first_slot=2)
+    chain = None
+    if drafter.config.chain_passes:
+        chain = drafted_chain(drafter, view, out.rewrite, view.phi(anchor_ids), candidates, unary)
+    hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :, :-1]), 2, chain)
     cache = TransitionCache(unary[:, :, 0].flatten(0, 1), view.row_logits(hidden, candidates[:, :, 1:]).flatten(0, 1))
     return best_chain(candidates.flatten(0, 1), cache).unflatten(0, anchors.shape)
 

@@ -13,6 +13,7 @@ import torch
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
 from .ops_dspine import topk
+from .rewrite_dspine import ChainStates, drafted_chain
 from .target_dspine import TargetView
 from .transfer_dspine import predecessor_keys
 
@@ -87,15 +88,32 @@ def log_q_rows(
     if drafter.config.selection == "independent" or window.shape[-1] == 2:
         return candidate_log_q(unary, candidates, truth)
     messages = view.phi(window[..., 1:-1]).unsqueeze(-2)  # [rows, blocks, B-2, 1, r]
-    hidden = drafter.rewrite(out.rewrite, messages, first_slot=2).squeeze(-2)
-    given = view.logits(hidden).gather(-1, candidates[:, :, 1:])  # [rows, blocks, B-2, S]
-    scores = torch.cat([unary[:, :, :1], given], dim=2)
-    if kept < width:
-        if noise is None:
-            noise = unary.new_empty(*unary.shape[:-1], 1 + width).exponential_()
-        found = (candidates == truth.unsqueeze(-1)).flatten(0, 1)
-        scores = _scores_of_the_walk(unary.flatten(0, 1), scores.flatten(0, 1), found, kept, noise.flatten(0, 1))
-        scores = scores.unflatten(0, anchors.shape)
+    passes = drafter.config.chain_passes
+    if noise is None and (kept < width or passes):
+        noise = unary.new_empty(*unary.shape[:-1], 1 + width).exponential_()
+
+    def given_true(chain: ChainStates | None) -> torch.Tensor:
+        hidden = drafter.rewrite(out.rewrite, messages, 2, chain).squeeze(-2)
+        given = view.logits(hidden).gather(-1, candidates[:, :, 1:])  # [rows, blocks, B-2, S]
+        return torch.cat([unary[:, :, :1], given], dim=2)
+
+    found = candidates == truth.unsqueeze(-1)
+    if not passes:
+        scores = given_true(None)
+        if kept < width:
+            flat = (t.flatten(0, 1) for t in (unary, scores, found))
+            scores = _scores_of_the_walk(*flat, kept, noise.flatten(0, 1)).unflatten(0, anchors.shape)
+        return candidate_log_q(scores, candidates, truth)
+    anchor_features, arrivals = view.phi(window[..., 0]), torch.ones_like(unary)
+    cached, rows = torch.ones_like(found[:, :, 0, :1]), []
+    for slot in range(truth.shape[-1]):  # what a slot's scores depend on is decided by the noise of those before it
+        chain = drafted_chain(drafter, view, out.rewrite, anchor_features, candidates, unary, arrivals)
+        row = given_true(chain)[:, :, slot]
+        rows.append(torch.where(cached, row, unary[:, :, slot]))
+        arrivals[:, :, slot], cached = _arrivals(
+            unary[:, :, slot], rows[-1], found[:, :, slot], kept, noise[:, :, slot]
+        )
+    return candidate_log_q(torch.stack(rows, dim=2), candidates, truth)
     return candidate_log_q(scores, candidates, truth)
 
 
@@ -116,13 +134,19 @@ def _scores_of_the_walk(
     rows, cached = [], torch.ones_like(true[:, 0, :1])
     for slot in range(unary.shape[1]):
         rows.append(torch.where(cached, given[:, slot], unary[:, slot]))
-        first = true[:, slot]
-        arrival, later = noise[:, slot, :1], noise[:, slot, 1:]
-        arrivals = arrival * rows[-1].softmax(-1) + later.masked_fill(first, 0.0)
-        keys = predecessor_keys(unary[:, slot], arrivals)
-        own = keys.masked_fill(~first, float("-inf")).amax(-1, keepdim=True)
-        cached = (keys > own).sum(-1, keepdim=True) < kept
+        cached = _arrivals(unary[:, slot], rows[-1], true[:, slot], kept, noise[:, slot])[1]
     return torch.stack(rows, dim=1)
+
+
+def _arrivals(
+    unary: torch.Tensor, scores: torch.Tensor, true: torch.Tensor, kept: int, noise: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A slot's exponential variables [.., S] given that the walk drew its true token, and whether that is cached
+    [.., 1]; arguments as in [`_scores_of_the_walk`], of one slot."""
+    arrivals = noise[..., :1] * scores.softmax(-1) + noise[..., 1:].masked_fill(true, 0.0)
+    keys = predecessor_keys(unary, arrivals)
+    own = keys.masked_fill(~true, float("-inf")).amax(-1, keepdim=True)
+    return arrivals, (keys > own).sum(-1, keepdim=True) < kept
 
 
 def true_window(tokens: torch.Tensor, anchors: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -169,7 +193,8 @@ def walk_noise(drafter: DSpineDraftModel, places: int, device: torch.device | st
     None for a drafter that needs none. A longer text has the noise of a shorter one at the same places.
     """
     config, width = drafter.config, drafter.config.sampling_width
-    if hasattr(drafter, "draft_log_q") or config.selection == "independent" or config.num_candidates >= width:
+    needed = config.num_candidates < width or config.chain_passes
+    if hasattr(drafter, "draft_log_q") or config.selection == "independent" or not needed:
         return None
     generator = torch.Generator(device).manual_seed(0)
     shape = (NOISE_PLACES, config.num_draft_slots, 1 + width)

@@ -105,7 +105,7 @@ def sampling_options(
 ) -> dict[str, Any]:
     """
     What `draft_block` takes for a block that is to be sampled from S candidates: noise and temperature. Nothing where
-    S is not more than K.
+    S is not more than K and no chain is drafted beforehand.
 
     Args:
         config: the drafter's.
@@ -113,7 +113,7 @@ def sampling_options(
         kept, width: K and S of the call, where they are not the drafter's.
     """
     kept, width = kept or config.num_candidates, width or config.sampling_width
-    if width <= kept:
+    if width <= kept and not config.chain_passes:
         return {}
     noise = noise_like(torch.empty(batch, config.num_draft_slots, width, device=device))
     temperature = math.prod(p.temperature for p in processors if type(p) is TemperatureLogitsWarper)
