@@ -35,6 +35,12 @@ parser.add_argument("--temperature", type=float, nargs="+", default=[0.0])
 parser.add_argument("--max-tokens", type=int, default=256)
 parser.add_argument("--max-model-len", type=int, default=4096)
 parser.add_argument("--dtype", default="auto")
+parser.add_argument(
+    "--draft-sample-method",
+    choices=["greedy", "probabilistic"],
+    default="greedy",
+    help="How vLLM picks drafts above temperature 0. DSpine drafters sample a chain if exported with --engine-walk.",
+)
 parser.add_argument("--eager", action="store_true", help="No graphs (a CPU has none).")
 parser.add_argument("--options", type=json.loads, default={}, help="Further arguments of vllm.LLM, as JSON.")
 parser.add_argument("--output", type=Path, default=Path("serving.json"))
@@ -54,14 +60,15 @@ def engines(args: argparse.Namespace) -> dict[str, str | None]:
     return {"plain": None, **dspine, **({"dflash": args.dflash} if args.dflash else {})}
 
 
-def speculative(model: str | None) -> dict | None:
+def speculative(model: str | None, sample_method: str) -> dict | None:
     """The speculative config of an engine; a drafter says itself how long its block is."""
     if model is None:
         return None
     from transformers import PreTrainedConfig
 
     block = PreTrainedConfig.get_config_dict(model)[0]["block_size"]
-    return {"method": "dflash", "model": model, "num_speculative_tokens": block - 1}
+    spec = {"method": "dflash", "model": model, "num_speculative_tokens": block - 1}
+    return {**spec, "draft_sample_method": sample_method}
 
 
 def counted(engine) -> tuple[int, int]:
@@ -83,7 +90,7 @@ def measure(name: str, args: argparse.Namespace) -> None:
         enforce_eager=args.eager,
         enable_prefix_caching=False,
         disable_log_stats=False,
-        speculative_config=speculative(engines(args)[name]),
+        speculative_config=speculative(engines(args)[name], args.draft_sample_method),
         **args.options,
     )
     rows: list[dict] = []

@@ -21,6 +21,7 @@ class SamplingParams:
 class LLM:
     def __init__(self, model, speculative_config, max_num_seqs, **options):
         self.spec, self.drafts, self.calls, self.width = speculative_config, 0, 0, max_num_seqs
+        print("asked:", speculative_config and speculative_config["draft_sample_method"], flush=True)
 
     def chat(self, chats, sampling, use_tqdm):
         assert len(chats) <= self.width
@@ -46,14 +47,16 @@ def bench(tmp_path):
     (tmp_path / "vllm.py").write_text(ENGINE)
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(3)))
 
-    def run(*drafters: str, dflash: str | None = None, temperatures=("0", "1")) -> subprocess.CompletedProcess:
+    def run(
+        *drafters: str, dflash: str | None = None, temperatures=("0", "1"), more=()
+    ) -> subprocess.CompletedProcess:
         for block, name in enumerate([*drafters, *([dflash] if dflash else [])], start=3):
             (tmp_path / name).mkdir()
             (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen3", "block_size": block}))
         command = [sys.executable, str(EXAMPLE), "--target", "target", "--prompts", "prompts.jsonl"]
         command += ["--concurrency", "1", "2", "--max-tokens", "4", "--output", "serving.json"]
         command += ["--temperature", *temperatures, *(["--drafter", *drafters] if drafters else [])]
-        command += ["--dflash", dflash] if dflash else []
+        command += [*(["--dflash", dflash] if dflash else []), *more]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
         return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=250)
 
@@ -83,3 +86,13 @@ def test_an_engine_that_dies_loses_neither_its_rows_nor_those_of_the_others(benc
         ("plain", 1), ("plain", 2), ("dspine", 1), ("dflash", 1), ("dflash", 2)
     ]  # fmt: skip
     assert "dspine: {'engine': 'dspine'" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("more", "asked"), [((), "greedy"), (("--draft-sample-method", "probabilistic"), "probabilistic")]
+)
+def test_every_drafters_engine_is_asked_for_the_same_sample_method(bench, more, asked):
+    done = bench("first", dflash="second", temperatures=("1",), more=more)
+    assert done.returncode == 0, done.stderr
+    found = [line.removeprefix("asked: ") for line in done.stdout.splitlines() if line.startswith("asked: ")]
+    assert found == ["None", asked, asked]

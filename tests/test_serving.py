@@ -19,7 +19,7 @@ from dspine_hf.serving import vllm as vllm_plugin
 from dspine_hf.serving.export import export
 from dspine_hf.serving.signatures import Engine, Relied, drift
 from dspine_hf.serving.tensors import drafter_tensors
-from dspine_hf.serving.walk import realised_scores
+from dspine_hf.serving.walk import lattice, realised_scores
 from dspine_hf.transfer_dspine import TransitionCache
 
 SHAPES = {
@@ -98,6 +98,18 @@ def test_an_export_never_overwrites_and_refuses_an_incomplete_drafter(folder, tm
     assert not (tmp_path / "out").exists()
 
 
+def test_an_export_for_the_engines_walk_names_a_second_architecture_after_our_own(folder, tmp_path):
+    main_exit(["export", str(folder), str(tmp_path / "walked"), "--engine-walk"])
+    export(folder, tmp_path / "plain")
+    walked, plain = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("walked", "plain"))
+    assert walked == plain | {"architectures": ["DSpineDraftModel", "DFlash2DraftModel"]}
+    independent = DSpineConfig(**SHAPES, injection="none", selection="independent")
+    DSpineDraftModel(independent).save_pretrained(tmp_path / "independent")
+    with pytest.raises(ValueError, match="has candidates to walk"):
+        export(tmp_path / "independent", tmp_path / "no", engine_walk=True)
+    assert not (tmp_path / "no").exists()
+
+
 def main_exit(arguments):
     with pytest.raises(SystemExit) as done:
         main(arguments)
@@ -130,6 +142,19 @@ def test_realised_scores_are_those_that_the_transition_cache_walks():
         wanted = cache.scores(slot, index)
         assert torch.equal(rows[:, slot - 1], wanted)
         index = wanted.argmax(-1)
+
+
+@torch.no_grad()
+def test_a_lattice_walked_from_its_first_row_has_the_scores_of_the_transition_cache():
+    torch.manual_seed(2)
+    first, pairs = torch.randn(3, 5), torch.randn(3, 4, 5, 5)
+    table, cache = lattice(first, pairs), TransitionCache(first, pairs)
+    assert table.shape == (3, 5, 5, 5)
+    index, previous = None, torch.zeros(3, dtype=torch.long)
+    for slot in range(1, 6):
+        row = table[torch.arange(3), slot - 1, previous]
+        assert torch.equal(row, cache.scores(slot, index))
+        index = previous = torch.randint(0, 5, (3,))
 
 
 def engine(*table: Relied) -> Engine:

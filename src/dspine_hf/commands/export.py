@@ -18,6 +18,13 @@ def run(
         typer.Argument(help="New folder; left out: the fields are added to the config.json of the source folder."),
     ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the weights; otherwise they are linked.")] = False,
+    engine_walk: Annotated[
+        bool,
+        typer.Option(
+            "--engine-walk",
+            help="vLLM walks the candidates, and can sample the chain: draft_sample_method 'probabilistic' (GPU).",
+        ),
+    ] = False,
 ) -> None:
     """Add what the engines' config parsers need. One folder serves vLLM, SGLang and Transformers.
 
@@ -29,5 +36,5 @@ def run(
             raise ValueError(f"'{source}' is no folder here: name one for the result too, dspine export NAME OUTPUT.")
         folder = Path(snapshot_download(source, allow_patterns=CODE_FREE))
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    for line in export(folder, output_dir, copy):
+    for line in export(folder, output_dir, copy, engine_walk):
         console.print(line)

@@ -13,11 +13,17 @@ from ..journal import write_atomically
 CONFIG = "config.json"
 
 
-def serving_fields(config: DSpineConfig) -> dict[str, Any]:
+def serving_fields(config: DSpineConfig, engine_walk: bool = False) -> dict[str, Any]:
     """What vLLM and SGLang read from a drafter's config.json beyond DSpine's own fields.
 
     A learned mask has no token: the engines get an id to fill the slots with, whose embedding is never used.
+    With `engine_walk` a second architecture makes vLLM walk the candidates as it does those of a DFlash2 drafter.
     """
+    if engine_walk and config.selection != "transition":
+        raise ValueError(
+            f'only a drafter with selection="transition" has candidates to walk; this one has "{config.selection}". '
+            "Export it without engine_walk."
+        )
     mask = config.mask_token_id
     fields: dict[str, Any] = {
         "mask_token_id": _any_token(config) if mask is None else mask,
@@ -29,10 +35,11 @@ def serving_fields(config: DSpineConfig) -> dict[str, Any]:
     }
     if config.selection == "transition":
         fields |= {"selector_rank": config.transfer_rank, "selector_top_k": config.num_candidates}
-    return {"architectures": ["DSpineDraftModel"], "dflash_config": fields}
+    names = ["DSpineDraftModel", *(["DFlash2DraftModel"] if engine_walk else [])]
+    return {"architectures": names, "dflash_config": fields}
 
 
-def export(folder: Path, output: Path | None = None, copy: bool = False) -> list[str]:
+def export(folder: Path, output: Path | None = None, copy: bool = False, engine_walk: bool = False) -> list[str]:
     """Write a folder that vLLM, SGLang and Transformers read alike.
 
     Args:
@@ -40,17 +47,19 @@ def export(folder: Path, output: Path | None = None, copy: bool = False) -> list
         output: a new or empty folder; None: the fields are added to the config.json of `folder` itself.
         copy: copy the weights instead of linking them. Links share the file: writing one folder's weights anew
             in place would change the other's.
+        engine_walk: vLLM, not the drafter, walks the candidates, so that it can sample drafts; its model runner V2
+            alone does.
 
     Returns:
         What was done, line by line.
 
     Raises:
         FileExistsError: `output` holds something.
-        ValueError, FileNotFoundError: the folder is no whole drafter.
+        ValueError, FileNotFoundError: the folder is no whole drafter, or has no candidates to walk.
     """
     files = check_weights(folder)
     content = read_config(folder)
-    content |= serving_fields(DSpineConfig.from_dict(content))
+    content |= serving_fields(DSpineConfig.from_dict(content), engine_walk)
     text = json.dumps(content, indent=2, sort_keys=True) + "\n"
     if output is None or output.absolute() == folder.absolute():
         write_atomically(folder / CONFIG, text)

@@ -32,6 +32,8 @@ class Engine:
 
 
 _V = "model_executor/models/qwen3_dflash.py"
+_V2 = "model_executor/models/qwen3_dflash2.py"
+_WALK = "v1/worker/gpu/spec_decode/dflash2/speculator.py"
 _CPU = "v1/attention/backends/cpu_attn.py"
 _FLASH = "v1/attention/backends/flash_attn.py"
 _TRITON = "v1/attention/backends/triton_attn.py"
@@ -87,6 +89,19 @@ VLLM = Engine(
             "LogitsProcessor.forward",
             "call",
             ("self", "lm_head", "hidden_states", "embedding_bias"),
+        ),
+        Relied(
+            _WALK,
+            "DFlash2Speculator._score_candidates",
+            "call",
+            ("self", "candidate_ids", "unary_logits", "hidden_states"),
+        ),
+        Relied(_V2, "DFlash2Qwen3ForCausalLM.compute_candidates", "override", ("self", "hidden_states")),
+        Relied(
+            _V2,
+            "CandidateSelector.forward",
+            "override",
+            ("self", "candidate_ids", "unary_logits", "hidden_states", "anchor_token_ids"),
         ),
         Relied("forward_context.py", "get_forward_context", "call", ()),
         Relied(

@@ -1,9 +1,11 @@
 """The DSpine drafter on vLLM's layers: a DFlash drafter with injection, whose pair scores decide the draft.
 
-vLLM runs the block with `forward` and asks `compute_logits` for one row per drafted slot. The forward pass scores all
-candidate pairs and walks them; a row holds the scores of its slot's candidates given the chosen predecessor, and -inf
-elsewhere (DESIGN.md section 1). At T > 0 the rows are those of the greedy walk: a valid proposal, since vLLM verifies
-against the row it sampled from.
+vLLM runs the block with `forward`, which scores all candidate pairs (DESIGN.md section 1). Who walks them is the
+exported folder's choice. By default `compute_logits` does, greedily: a row holds the scores of its slot's candidates
+given the best predecessor, and -inf elsewhere. At T > 0 that is a valid proposal, since vLLM verifies against the row
+it sampled from. In a folder exported with `engine_walk` vLLM does, as for a DFlash2 drafter: `compute_candidates` and
+`candidate_selector` hand it the candidates and their scores for every predecessor. With
+`"draft_sample_method": "probabilistic"` it then samples the chain: every row is conditioned on the token drawn.
 """
 
 from collections.abc import Iterable
@@ -23,7 +25,7 @@ from ..layers_dspine import DSpineInjection
 from ..transfer_dspine import TransferSpace
 from .tensors import drafter_tensors
 from .vllm_attention import PairQueries
-from .walk import realised_scores
+from .walk import lattice, realised_scores
 
 
 def drafter_config(hf_config: Any) -> DSpineConfig:
@@ -84,6 +86,18 @@ class DSpineModel(DFlashQwen3Model):
         self.embedding_scale = own.embedding_scale
         self.learned_mask = own.mask_token_id is None
         self.rewritten = own.num_hidden_layers - 1 - own.rewrite_layers
+        self.pairs: torch.Tensor | None = None  # scores that the engine walks: [blocks, slots - 1, K_prev, K]
+
+    def candidate_selector(
+        self,
+        candidate_ids: torch.Tensor,
+        unary_logits: torch.Tensor,
+        hidden_states: torch.Tensor,
+        anchor_token_ids: torch.Tensor,
+    ) -> torch.Tensor:
+        """The last pass's scores for the engine's walk: [blocks, slots - 1, K_prev, K]; slot 1's rows are equal."""
+        assert self.pairs is not None, "compute_candidates comes first"
+        return self.pairs[: candidate_ids.shape[0]]
 
     def embed_block(self, input_ids: torch.Tensor, slots: int) -> torch.Tensor:
         """Anchors and masks as input embeddings: ids [rows] -> [rows, d]."""
@@ -165,7 +179,10 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
         self.own = drafter_config(self.config)
         self.slots = 1 + vllm_config.speculative_config.num_speculative_tokens
         self.logits_processor = LogitsProcessor(self.own.vocab_size)  # scale and soft-cap: see _finish
-        self._rows: tuple[torch.Tensor, torch.Tensor] | None = None
+        # The engine keeps what it sampled from in the target head's dtype, and takes rows of that dtype alone.
+        probabilistic = vllm_config.speculative_config.draft_sample_method == "probabilistic"
+        self.row_dtype = vllm_config.model_config.head_dtype if probabilistic else torch.float32
+        self._scored: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     # ---- the target's head ------------------------------------------------------------------------------------
 
@@ -195,43 +212,51 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, inputs_embeds: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Run the blocks [rows] and decide their drafts; returns normed states [rows, d], see `compute_logits`."""
+        """Run the blocks [rows] and score their candidates; returns normed states [rows, d], see `compute_logits`."""
         blocks = input_ids.shape[0] // self.slots
         used = blocks * self.slots
         anchors = self.model.transfer(self.head_rows(input_ids[: used : self.slots]))
         h, state = self.model.run_block(input_ids, positions, anchors, self.slots)
         hidden = self.model.norm(h)
-        self._rows = None
+        self._scored = None
         if self.own.selection == "transition" and blocks:
             drafted = hidden[:used].view(blocks, self.slots, -1)[:, 1:]
-            self._rows = self._decide(drafted, state, positions[:used].view(blocks, -1)[:, 1:])
+            self._scored = self._score(drafted, state, positions[:used].view(blocks, -1)[:, 1:])
         return hidden
 
-    def _decide(
+    def _score(
         self, drafted: torch.Tensor, state: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates of each slot and their scores given the chosen predecessor: each [blocks, slots - 1, K]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Every slot's candidates, their unary scores, and slots 2.. given their predecessor's candidates.
+
+        Shapes: [blocks, slots - 1, K] twice and [blocks, slots - 2, K_prev, K].
+        """
         unary = self.logits(drafted.flatten(0, 1))
         unary, candidates = unary.view(*drafted.shape[:2], -1).topk(self.own.num_candidates, dim=-1)
+        k = candidates.shape[-1]
         if candidates.shape[1] == 1:
-            return candidates, unary
+            return candidates, unary, unary.new_empty(len(unary), 0, k, k)
         messages = self.model.transfer(self.head_rows(candidates[:, :-1]))
         hidden = self.model.rewrite(state[:, 1:], positions[:, 1:], messages)
-        return candidates, realised_scores(unary[:, 0], self.pair_scores(hidden, candidates[:, 1:]))
+        return candidates, unary, self.pair_scores(hidden, candidates[:, 1:])
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Rows [n, V] for the drafted slots of the last pass, in order: -inf outside each slot's candidates."""
-        if self._rows is None:
-            return self.logits(hidden_states)
-        candidates, scores = (t.flatten(0, 1) for t in self._rows)
-        n = hidden_states.shape[0]
-        if n > candidates.shape[0]:
-            raise ValueError(
-                f"expected at most the {candidates.shape[0]} drafted slots of the last pass; asked for {n} rows. "
-                "This version of vLLM samples drafts in a way that DSpine does not know."
-            )
+        if self._scored is None:
+            return self.logits(hidden_states).to(self.row_dtype)
+        candidates, unary, pairs = self._scored
+        n = _checked(hidden_states, candidates)
+        scores = realised_scores(unary[:, 0], pairs).flatten(0, 1)[:n].to(self.row_dtype)
         rows = scores.new_full((n, self.own.vocab_size), float("-inf"))
-        return rows.scatter_(1, candidates[:n], scores[:n])
+        return rows.scatter_(1, candidates.flatten(0, 1)[:n], scores)
+
+    def compute_candidates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Candidates of the last pass's drafted slots, in order, and their unary scores: each [n, K]."""
+        assert self._scored is not None, "an export with engine_walk has candidates"
+        candidates, unary, pairs = self._scored
+        n = _checked(hidden_states, candidates)
+        self.model.pairs = lattice(unary[:, 0], pairs)
+        return candidates.flatten(0, 1)[:n], unary.flatten(0, 1)[:n]
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """The drafted tokens [n], for engines that ask for no rows."""
@@ -248,6 +273,17 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
             getattr(self.model.transfer, name).copy_(tensors.pop(f"transfer.{name}"))
         self.model.load_weights(tensors.items())
         self.model._build_fused_kv_buffers()
+
+
+def _checked(hidden_states: torch.Tensor, candidates: torch.Tensor) -> int:
+    """How many rows are asked for. Raises ValueError if the last pass drafted fewer slots."""
+    n, drafted = hidden_states.shape[0], candidates.shape[0] * candidates.shape[1]
+    if n > drafted:
+        raise ValueError(
+            f"expected at most the {drafted} drafted slots of the last pass; asked for {n} rows. "
+            "This version of vLLM samples drafts in a way that DSpine does not know."
+        )
+    return n
 
 
 def refuse_what_is_not_supported(vllm_config: VllmConfig) -> None:
