@@ -310,6 +310,10 @@ def refuse_what_is_not_supported(vllm_config: VllmConfig) -> None:
             f"context_window={own.context_window} is not supported with vLLM; use the drafter in Transformers.",
         ),
         (
+            own.chain_passes > 0,
+            f"chain_passes={own.chain_passes} is not supported with vLLM; use the drafter in Transformers.",
+        ),
+        (
             str(spec.kv_cache_dtype or vllm_config.cache_config.cache_dtype).startswith(("fp8", "int", "nvfp4")),
             'a DSpine drafter needs an unquantised cache: add "kv_cache_dtype": "auto" to the speculative config.',
         ),
