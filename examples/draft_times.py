@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from bench_decode import copy_bandwidth
 from bench_kernels import show, timed
-from draft_cases import KINDS, SHAPES, Scene, build, set_scene
+from draft_cases import KINDS, LAYERS, SHAPES, Scene, build, set_scene
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dspine_hf.journal import write_atomically
@@ -102,6 +102,8 @@ def lengths_of(options: argparse.Namespace) -> list[tuple[str, str, float]]:
 def kind_of(variant: dict[str, Any]) -> str:
     """The kind of a `lab.Variant`'s fields."""
     config = variant.get("config", {})
+    if variant.get("oracle") or config.get("num_hidden_layers", LAYERS) != LAYERS:
+        return "an oracle" if variant.get("oracle") else f"of {config['num_hidden_layers']} layers"
     if variant.get("kind") != "dspine":
         return variant.get("kind", "of no kind")
     if config.get("injection") == "none":

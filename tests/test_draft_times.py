@@ -97,6 +97,8 @@ def found(times, tmp_path_factory):
         "ours": {"kind": "dspine", "config": {"block_size": 8, "injection_placement": "mlp", "rewrite_layers": 4}},
         "flash": {"kind": "dspine", "config": {"block_size": 8, "injection": "none", "selection": "independent"}},
         "wide": {"kind": "dflash2", "config": {"block_size": 16}},
+        "deep": {"kind": "dflash2", "config": {"block_size": 8, "num_hidden_layers": 6}},
+        "bound": {"kind": "dflash2", "config": {"block_size": 8}, "oracle": True},
     }
     for length, (name, variant) in enumerate(records.items(), start=2):
         record = {"variant": variant, "offline": {"0": {"mean_acceptance_length": length}}}
@@ -124,11 +126,18 @@ def test_every_kind_is_timed_beside_its_floor_and_its_steps(found):
 def test_expected_speed_ups_follow_from_lengths_and_times(found):
     drafts = {row["drafter"]: row["ms"] for row in found["drafts"]}
     kinds = {row["source"]: (row["drafter"], row["length"]) for row in found["speeds"]}
-    assert kinds == {"ours": ("dspine-m4", 2), "flash": ("dflash", 3), "eagle3=2.5": ("eagle3", 2.5)}  # no B = 16
+    assert kinds == {"ours": ("dspine-m4", 2), "flash": ("dflash", 3), "eagle3=2.5": ("eagle3", 2.5)}
     for row in found["speeds"]:
         assert row["speed-up"] == pytest.approx(row["length"] * 6 / (8 + drafts[row["drafter"]]))
     gains = [row["speed-up"] for row in found["speeds"]]
     assert gains == sorted(gains, reverse=True)
+
+
+@pytest.mark.parametrize("name", sorted(ALL))
+def test_a_variant_of_every_timed_config_is_known_as_its_kind(cases, times, name):
+    own = name if name in ("dspark", "dflash2", "eagle3") else "dspine"
+    config = {k: v for k, v in cases.KINDS[name].config.items() if k != "num_hidden_layers"}
+    assert times.kind_of({"kind": own, "config": config}) == name
 
 
 def test_a_draft_that_could_not_be_timed_has_no_speed_up(times):
