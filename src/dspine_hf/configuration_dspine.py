@@ -53,8 +53,8 @@ class DSpineConfig(PreTrainedConfig):
         injection_placement: "layer": the write follows the whole layer; "mlp": it stands between attention and MLP.
         rewrite_layers: how many layers before the last one take the decided predecessor too. 0: only the last write is
             done again; m: the write of layer L-m is done again and the m layers after it run on every candidate pair.
-        chain_passes: how many times a likely chain is run through the rewritten layers before candidate pairs are, which
-            then attend to its states too: a slot knows its whole prefix. 0: its predecessor alone.
+        chain_passes: how many times a likely chain is run through the rewritten layers before candidate pairs are,
+            which then attend to its states too: a slot knows its whole prefix. 0: its predecessor alone.
         selection: "transition": the draft is a chain through the transition cache; "independent": each slot alone.
         context_window: the drafter attends to at most this many of the latest context rows; None: to all.
         logit_scale, logit_softcap: applied to the drafter's scores as the target applies them to its own logits.
@@ -181,8 +181,8 @@ class DSpineConfig(PreTrainedConfig):
             raise ValueError(f"chain_passes must be 0 or a positive integer, not {self.chain_passes!r}.")
         if self.chain_passes and not (self.rewrite_layers and self.selection == "transition"):
             raise ValueError(
-                f'chain_passes={self.chain_passes} needs rewrite_layers of at least 1 and selection="transition"; this '
-                f'config has {self.rewrite_layers} and "{self.selection}".'
+                f'chain_passes={self.chain_passes} needs rewrite_layers of at least 1 and selection="transition"; '
+                f'this config has {self.rewrite_layers} and "{self.selection}".'
             )
         if self.context_window is not None and self.context_window < 1:
             raise ValueError(

@@ -34,6 +34,8 @@ class Variant:
     longest_prompt: leave out sequences with longer prompts.
     oracle: force every message to the true predecessor's, in training and evaluation: a bound, not a drafter.
     seconds: train for at most this long; the schedule is fitted to the steps that the first 100 suggest.
+    start: folder of a trained drafter to go on from, with `config` in place of its own settings; None: afresh.
+    With 0 steps it is measured as it is.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Variant:
     longest_prompt: int | None = None
     seed: int = 0
     seconds: float | None = None
+    start: str | None = None
 
 
 def read_sequences(pattern: str, limit: int | None = None) -> list[tuple[np.ndarray, int]]:
@@ -168,10 +171,13 @@ class FeatureStore:
 
 
 def build_drafter(variant: Variant, model: Any, counts: torch.Tensor | None) -> DSpineDraftModel:
-    """A fresh fp32 drafter of the variant's kind on the model's device."""
+    """A drafter of the variant's kind in fp32 on the model's device, fresh unless it starts from a trained one."""
     torch.manual_seed(variant.seed)
     weights = counts if variant.space == "frequency" else None
-    if variant.kind == "dspine":
+    if variant.start is not None:
+        drafter = DSpineDraftModel.from_pretrained(variant.start, **variant.config)
+        drafter.check_target(model)
+    elif variant.kind == "dspine":
         drafter = DSpineDraftModel.for_target(model, weights, **variant.config)
     else:
         from .baselines import BASELINES
@@ -270,7 +276,7 @@ def train_variant(
         return parts
 
     graphed = None
-    if cuda and not variant.forcing:
+    if cuda and not variant.forcing and variant.steps:
         example = torch.arange(variant.sequences, device=device) % len(store)
         graphed = capture(lambda index: one_pass(index, float(variant.oracle)), example, drafter, log)
     generator = torch.Generator().manual_seed(variant.seed)

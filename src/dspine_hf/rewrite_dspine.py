@@ -102,7 +102,7 @@ def _with_chain(
     length: int,
     device: torch.device,
 ) -> torch.Tensor:
-    """A mask over `columns` keys and those of chains of `length` slots: [batch, 1, rows, columns + blocks * length]."""
+    """A mask over `columns` keys and chains of `length` slots: [batch, 1, rows, columns + blocks * length]."""
     batch, blocks, slots, n = shape
     rows = blocks * slots * n
     if mask is None:

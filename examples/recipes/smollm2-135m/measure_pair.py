@@ -17,6 +17,8 @@ from dspine_hf.lab import read_sequences
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 for name in ("target", "drafter", "sequences", "out"):
     parser.add_argument(f"--{name}", type=Path, required=True)
+parser.add_argument("--parts", nargs="+", choices=("split", "bf16", "fp32"), default=("fp32", "split", "bf16"))
+parser.add_argument("--ways", nargs="+", choices=("one", "map", "tp"), default=("one", "map", "tp"), help="of split")
 parser.add_argument("--tiny", action="store_true", help="a few steps, for two processes on a CPU")
 EXAMPLES = Path(__file__).resolve().parents[2]
 
@@ -62,38 +64,39 @@ def main() -> None:
         result[name] = {"loss": [e["loss"] for e in entries], "tokens_per_second": statistics.median(later)}
         save()
 
-    exact = (
-        "--target-dtype",
-        "float32",
-        "--bf16",
-        "false",
-        "--max-steps",
-        str(steps),
-        "--save-steps",
-        str(steps // 2),
-    )
-    train("one, fp32", 1, "no", rows, *exact)
-    train("two, fp32", 2, "no", rows, *exact)
-    for name, processes, origin in (("two, then one", 1, "two, fp32"), ("one, then two", 2, "one, fp32")):
-        shutil.copytree(out / origin / f"checkpoint-{steps // 2}", out / name / f"checkpoint-{steps // 2}")
-        train(name, processes, "no", rows, *exact)
-    for way, launcher in (("one", []), ("map", []), ("tp", ["-m", "torch.distributed.run", "--nproc_per_node", "2"])):
-        if args.tiny:
-            break
-        command = [str(EXAMPLES / "split_target.py"), "--target", str(args.target), "--drafter", str(args.drafter)]
-        command += ["--way", way, "--new-tokens", "48", "--out", str(out / f"{way}.json")]
-        command += ["--pad-heads", "12"] if way == "tp" else []
-        subprocess.run([sys.executable, *launcher, *command], check=True)
-        found = json.loads((out / f"{way}.json").read_text())
-        result[f"split, {way}"] = {
-            dtype: {key: value for key, value in found[dtype].items() if key != "rows"}
-            for dtype in ("float32", "bfloat16")
-        }
-        save()
-    fast = ("--max-steps", str(steps), "--save-strategy", "no") + (() if args.tiny else ("--compile-drafter",))
-    for processes in (1, 2):
-        if not args.tiny:
+    def fp32() -> None:
+        """Both counts of processes from the beginning, and each from the other's checkpoint half way."""
+        exact = ["--target-dtype", "float32", "--bf16", "false"]
+        exact += ["--max-steps", str(steps), "--save-steps", str(steps // 2)]
+        train("one, fp32", 1, "no", rows, *exact)
+        train("two, fp32", 2, "no", rows, *exact)
+        for name, processes, origin in (("two, then one", 1, "two, fp32"), ("one, then two", 2, "one, fp32")):
+            shutil.copytree(out / origin / f"checkpoint-{steps // 2}", out / name / f"checkpoint-{steps // 2}")
+            train(name, processes, "no", rows, *exact)
+
+    def split() -> None:
+        """Texts and speed with the target on one GPU and spread over two."""
+        for way in () if args.tiny else args.ways:
+            launcher = ["-m", "torch.distributed.run", "--nproc_per_node", "2"] if way == "tp" else []
+            command = [str(EXAMPLES / "split_target.py"), "--target", str(args.target), "--drafter", str(args.drafter)]
+            command += ["--way", way, "--new-tokens", "48", "--out", str(out / f"{way}.json")]
+            command += ["--pad-heads", "12"] if way == "tp" else []
+            subprocess.run([sys.executable, *launcher, *command], check=True)
+            found = json.loads((out / f"{way}.json").read_text())
+            result[f"split, {way}"] = {
+                dtype: {key: value for key, value in found[dtype].items() if key != "rows"}
+                for dtype in ("float32", "bfloat16")
+            }
+            save()
+
+    def bf16() -> None:
+        """Compiled training with as many sequences a GPU on one and on two."""
+        fast = ("--max-steps", str(steps), "--save-strategy", "no", "--compile-drafter")
+        for processes in () if args.tiny else (1, 2):
             train(f"{processes}, bf16, 64 sequences each", processes, "bf16", 64 * processes, *fast)
+
+    for part in args.parts:
+        {"fp32": fp32, "split": split, "bf16": bf16}[part]()
     shutil.rmtree(out)
 
 

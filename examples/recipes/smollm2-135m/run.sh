@@ -5,9 +5,10 @@
 #
 # prompts/ holds train/*.jsonl and eval/*.jsonl, lines of {"turns": [...]}. The target answers them (gen*/), so many tokens
 # of that become data (train.npz, and final.npz for the longest training), then every GPU takes its share of the lists of
-# drafters beside this file; results/ has one JSON each, and the weights of "final". On two CPU cores: TINY=1.
+# drafters beside this file; results/ has one JSON each, and the weights of those in SAVE. On two CPU cores: TINY=1.
 #   GPUS="0 1 2 3"   which GPUs   LISTS="final finalists parts settings"   which lists, dealt to them in turn
 #   SOURCES=...      more npz files of sequences, a name or pattern a line (names may hold spaces): SOURCES=$(ls older/*.npz)
+#   SAVE="final"     whose weights are kept   VARIANTS=folder/   of lists, instead of this one
 #   SECONDS_EACH=600 start no drafter later than this on any GPU
 set -euo pipefail
 (($# == 3)) || {
@@ -54,7 +55,7 @@ for i in "${!gpus[@]}"; do
         list=${lists[n]} data=train
         [[ $list == final* ]] && data=final
         CUDA_VISIBLE_DEVICES=${gpus[i]} "$python" "$examples/compare_drafters.py" --target "$target" --train "$out/$data.npz" \
-            --continuations "$out/eval.jsonl" --variants "${VARIANTS:-$here}/$list.json" "${train[@]}" --save final \
+            --continuations "$out/eval.jsonl" --variants "${VARIANTS:-$here}/$list.json" "${train[@]}" --save ${SAVE:-final} \
             --seconds "${SECONDS_EACH:-1e9}" --out "$out/results"
     done) >"$out/gpu${gpus[i]}.log" 2>&1 &
 done
