@@ -39,7 +39,7 @@ parser.add_argument(
     "--draft-sample-method",
     choices=["greedy", "probabilistic"],
     default="greedy",
-    help="How vLLM picks drafts above temperature 0. DSpine drafters sample a chain if exported with --engine-walk.",
+    help="How vLLM picks drafts above temperature 0. A DSpine drafter samples a chain if exported with --engine-walk.",
 )
 parser.add_argument("--eager", action="store_true", help="No graphs (a CPU has none).")
 parser.add_argument("--options", type=json.loads, default={}, help="Further arguments of vllm.LLM, as JSON.")

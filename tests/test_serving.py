@@ -99,14 +99,18 @@ def test_an_export_never_overwrites_and_refuses_an_incomplete_drafter(folder, tm
 
 
 def test_an_export_for_the_engines_walk_names_a_second_architecture_after_our_own(folder, tmp_path):
-    main_exit(["export", str(folder), str(tmp_path / "walked"), "--engine-walk"])
+    main_exit(["export", str(folder), str(tmp_path / "walked"), "--engine-walk", "9"])
     export(folder, tmp_path / "plain")
     walked, plain = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("walked", "plain"))
-    assert walked == plain | {"architectures": ["DSpineDraftModel", "DFlash2DraftModel"]}
+    assert walked["dflash_config"] == plain["dflash_config"] | {"selector_top_k": 9}
+    names = ["DSpineDraftModel", "DFlash2DraftModel"]
+    assert walked == plain | {"architectures": names, "dflash_config": walked["dflash_config"]}
+    with pytest.raises(ValueError, match="num_candidates=3, or more"):
+        export(folder, tmp_path / "no", engine_walk=2)
     independent = DSpineConfig(**SHAPES, injection="none", selection="independent")
     DSpineDraftModel(independent).save_pretrained(tmp_path / "independent")
     with pytest.raises(ValueError, match="has candidates to walk"):
-        export(tmp_path / "independent", tmp_path / "no", engine_walk=True)
+        export(tmp_path / "independent", tmp_path / "no", engine_walk=9)
     assert not (tmp_path / "no").exists()
 
 
@@ -147,14 +151,22 @@ def test_realised_scores_are_those_that_the_transition_cache_walks():
 @torch.no_grad()
 def test_a_lattice_walked_from_its_first_row_has_the_scores_of_the_transition_cache():
     torch.manual_seed(2)
-    first, pairs = torch.randn(3, 5), torch.randn(3, 4, 5, 5)
-    table, cache = lattice(first, pairs), TransitionCache(first, pairs)
+    unary, pairs = torch.randn(3, 5, 5), torch.randn(3, 4, 5, 5)
+    table, cache = lattice(unary, pairs), TransitionCache(unary[:, 0], pairs)
     assert table.shape == (3, 5, 5, 5)
     index, previous = None, torch.zeros(3, dtype=torch.long)
     for slot in range(1, 6):
         row = table[torch.arange(3), slot - 1, previous]
         assert torch.equal(row, cache.scores(slot, index))
         index = previous = torch.randint(0, 5, (3,))
+
+
+def test_a_lattice_wider_than_the_known_predecessors_gives_the_others_the_unary_scores():
+    unary, pairs = torch.randn(3, 5, 8), torch.randn(3, 4, 2, 8)
+    table = lattice(unary, pairs)
+    assert torch.equal(table[:, 1:, :2], pairs)
+    assert torch.equal(table[:, 1:, 2:], unary[:, 1:, None].expand(-1, -1, 6, -1))
+    assert torch.equal(table[:, 0], unary[:, :1].expand(-1, 8, -1))
 
 
 def engine(*table: Relied) -> Engine:

@@ -19,12 +19,11 @@ def run(
     ] = None,
     copy: Annotated[bool, typer.Option("--copy", help="Copy the weights; otherwise they are linked.")] = False,
     engine_walk: Annotated[
-        bool,
+        int | None,
         typer.Option(
-            "--engine-walk",
-            help="vLLM walks the candidates, and can sample the chain: draft_sample_method 'probabilistic' (GPU).",
+            help="vLLM walks this many candidates a slot: draft_sample_method 'probabilistic' samples (GPU)."
         ),
-    ] = False,
+    ] = None,
 ) -> None:
     """Add what the engines' config parsers need. One folder serves vLLM, SGLang and Transformers.
 

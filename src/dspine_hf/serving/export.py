@@ -13,13 +13,13 @@ from ..journal import write_atomically
 CONFIG = "config.json"
 
 
-def serving_fields(config: DSpineConfig, engine_walk: bool = False) -> dict[str, Any]:
+def serving_fields(config: DSpineConfig, engine_walk: int | None = None) -> dict[str, Any]:
     """What vLLM and SGLang read from a drafter's config.json beyond DSpine's own fields.
 
     A learned mask has no token: the engines get an id to fill the slots with, whose embedding is never used.
     With `engine_walk` a second architecture makes vLLM walk the candidates as it does those of a DFlash2 drafter.
     """
-    if engine_walk and config.selection != "transition":
+    if engine_walk is not None and config.selection != "transition":
         raise ValueError(
             f'only a drafter with selection="transition" has candidates to walk; this one has "{config.selection}". '
             "Export it without engine_walk."
@@ -33,13 +33,18 @@ def serving_fields(config: DSpineConfig, engine_walk: bool = False) -> dict[str,
         "output_multiplier": config.logit_scale,
         "final_logit_softcapping": config.logit_softcap,
     }
+    if engine_walk is not None and not config.num_candidates <= engine_walk <= config.vocab_size:
+        raise ValueError(
+            f"engine_walk={engine_walk}: expected as many candidates as the drafter scores predecessors, "
+            f"num_candidates={config.num_candidates}, or more."
+        )
     if config.selection == "transition":
-        fields |= {"selector_rank": config.transfer_rank, "selector_top_k": config.num_candidates}
-    names = ["DSpineDraftModel", *(["DFlash2DraftModel"] if engine_walk else [])]
+        fields |= {"selector_rank": config.transfer_rank, "selector_top_k": engine_walk or config.num_candidates}
+    names = ["DSpineDraftModel", *([] if engine_walk is None else ["DFlash2DraftModel"])]
     return {"architectures": names, "dflash_config": fields}
 
 
-def export(folder: Path, output: Path | None = None, copy: bool = False, engine_walk: bool = False) -> list[str]:
+def export(folder: Path, output: Path | None = None, copy: bool = False, engine_walk: int | None = None) -> list[str]:
     """Write a folder that vLLM, SGLang and Transformers read alike.
 
     Args:
@@ -47,8 +52,8 @@ def export(folder: Path, output: Path | None = None, copy: bool = False, engine_
         output: a new or empty folder; None: the fields are added to the config.json of `folder` itself.
         copy: copy the weights instead of linking them. Links share the file: writing one folder's weights anew
             in place would change the other's.
-        engine_walk: vLLM, not the drafter, walks the candidates, so that it can sample drafts; its model runner V2
-            alone does.
+        engine_walk: vLLM, not the drafter, walks this many candidates a slot, so that it can sample drafts; its model
+            runner V2 alone does. At T = 0 `num_candidates` are enough, at T = 1 more are accepted from, say, 64.
 
     Returns:
         What was done, line by line.

@@ -86,7 +86,7 @@ class DSpineModel(DFlashQwen3Model):
         self.embedding_scale = own.embedding_scale
         self.learned_mask = own.mask_token_id is None
         self.rewritten = own.num_hidden_layers - 1 - own.rewrite_layers
-        self.pairs: torch.Tensor | None = None  # scores that the engine walks: [blocks, slots - 1, K_prev, K]
+        self.lattice: torch.Tensor | None = None  # scores that the engine walks: [blocks, slots - 1, S, S]
 
     def candidate_selector(
         self,
@@ -95,9 +95,9 @@ class DSpineModel(DFlashQwen3Model):
         hidden_states: torch.Tensor,
         anchor_token_ids: torch.Tensor,
     ) -> torch.Tensor:
-        """The last pass's scores for the engine's walk: [blocks, slots - 1, K_prev, K]; slot 1's rows are equal."""
-        assert self.pairs is not None, "compute_candidates comes first"
-        return self.pairs[: candidate_ids.shape[0]]
+        """The last pass's scores for the engine's walk: [blocks, slots - 1, S, S], see `lattice`."""
+        assert self.lattice is not None, "compute_candidates comes first"
+        return self.lattice[: candidate_ids.shape[0]]
 
     def embed_block(self, input_ids: torch.Tensor, slots: int) -> torch.Tensor:
         """Anchors and masks as input embeddings: ids [rows] -> [rows, d]."""
@@ -179,6 +179,8 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
         self.own = drafter_config(self.config)
         self.slots = 1 + vllm_config.speculative_config.num_speculative_tokens
         self.logits_processor = LogitsProcessor(self.own.vocab_size)  # scale and soft-cap: see _finish
+        # S candidates a slot: those of which the engine draws, or K, of which we choose.
+        self.candidates = self.config.dflash_config.get("selector_top_k", self.own.num_candidates)
         # The engine keeps what it sampled from in the target head's dtype, and takes rows of that dtype alone.
         probabilistic = vllm_config.speculative_config.draft_sample_method == "probabilistic"
         self.row_dtype = vllm_config.model_config.head_dtype if probabilistic else torch.float32
@@ -196,7 +198,7 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
         return self._finish(raw.float())
 
     def pair_scores(self, hidden: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Scores of the candidates: hidden [blocks, n, K_prev, d], ids [blocks, n, K] -> [blocks, n, K_prev, K]."""
+        """Scores of the candidates: hidden [blocks, n, K, d], ids [blocks, n, S] -> [blocks, n, K, S]."""
         rows = self.head_rows(ids)
         raw = torch.matmul(hidden.to(rows.dtype), rows.transpose(-1, -2)).float()
         bias: torch.Tensor | None = getattr(self.lm_head, "bias", None)
@@ -229,14 +231,14 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Every slot's candidates, their unary scores, and slots 2.. given their predecessor's candidates.
 
-        Shapes: [blocks, slots - 1, K] twice and [blocks, slots - 2, K_prev, K].
+        Shapes: [blocks, slots - 1, S] twice and [blocks, slots - 2, K, S].
         """
         unary = self.logits(drafted.flatten(0, 1))
-        unary, candidates = unary.view(*drafted.shape[:2], -1).topk(self.own.num_candidates, dim=-1)
-        k = candidates.shape[-1]
+        unary, candidates = unary.view(*drafted.shape[:2], -1).topk(self.candidates, dim=-1)
+        known = self.own.num_candidates
         if candidates.shape[1] == 1:
-            return candidates, unary, unary.new_empty(len(unary), 0, k, k)
-        messages = self.model.transfer(self.head_rows(candidates[:, :-1]))
+            return candidates, unary, unary.new_empty(len(unary), 0, known, self.candidates)
+        messages = self.model.transfer(self.head_rows(candidates[:, :-1, :known]))
         hidden = self.model.rewrite(state[:, 1:], positions[:, 1:], messages)
         return candidates, unary, self.pair_scores(hidden, candidates[:, 1:])
 
@@ -251,11 +253,11 @@ class DSpineForCausalLM(DFlashQwen3ForCausalLM):
         return rows.scatter_(1, candidates.flatten(0, 1)[:n], scores)
 
     def compute_candidates(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Candidates of the last pass's drafted slots, in order, and their unary scores: each [n, K]."""
+        """Candidates of the last pass's drafted slots, in order, and their unary scores: each [n, S]."""
         assert self._scored is not None, "an export with engine_walk has candidates"
         candidates, unary, pairs = self._scored
         n = _checked(hidden_states, candidates)
-        self.model.pairs = lattice(unary[:, 0], pairs)
+        self.model.lattice = lattice(unary, pairs)
         return candidates.flatten(0, 1)[:n], unary.flatten(0, 1)[:n]
 
     def get_top_tokens(self, hidden_states: torch.Tensor) -> torch.Tensor:

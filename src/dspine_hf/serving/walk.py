@@ -20,11 +20,14 @@ def realised_scores(first: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
     return torch.stack(rows, dim=1)
 
 
-def lattice(first: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
-    """One table for every slot, for an engine that walks by itself: [batch, slots, K_prev, K].
+def lattice(unary: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """One table for every slot, for an engine that walks by itself: [batch, slots, S, S], the predecessor first.
 
     Args:
-        first: [batch, K], slot 1 given the anchor: its row for every predecessor.
-        pairs: [batch, slots - 1, K_prev, K], slots 2.. given their predecessor's candidates.
+        unary: [batch, slots, S], best first: slot 1 given the anchor, and any slot given none of its K predecessors.
+        pairs: [batch, slots - 1, K, S], slots 2.. given the K best candidates of the slot before.
     """
-    return torch.cat([first[:, None, None].expand(-1, 1, first.shape[-1], -1), pairs], dim=1)
+    size, known = unary.shape[-1], pairs.shape[2]
+    first = unary[:, :1, None].expand(-1, -1, size, -1)
+    others = unary[:, 1:, None].expand(-1, -1, size - known, -1)
+    return torch.cat([first, torch.cat([pairs, others], dim=2)], dim=1)
