@@ -15,7 +15,7 @@ class DraftBlock:
 
     Args:
         candidates: [batch, slots, n], the best n tokens of each slot's unary logits, best first.
-        unary: [batch, slots, n] fp32, their unary logits.
+        unary: [batch, slots, n] fp32, their unary logits; with `chain_passes`, those given the chain.
         transitions: pair scores, or None when slots are selected independently.
         noise: [batch, slots, n], what the walk is to sample with; None: the walk draws it.
         chain: whose states the rewritten layers attend to; None without `chain_passes`.

@@ -316,6 +316,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         limits: Limits | None = None,
         noise: torch.Tensor | None = None,
         temperature: float | torch.Tensor = 1.0,
+        num_sampled: int | None = None,
     ) -> DraftBlock:
         """Draft one block per batch row.
 
@@ -330,7 +331,9 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             noise: exponential variables [batch, B-1, S] that a walk will sample with, from S candidates a slot; None:
                 from K, or greedily. S rows of the target's head are read for every slot: at most 256 MB of copies at
                 a time. The scores take 4 (K + 1) S bytes a slot and batch row: 17 MB for 64 blocks of 16, S = 256.
+                With `chain_passes`, which S tokens come into question is not known beforehand: [batch, B-1, V].
             temperature: that it will sample with, a number or a tensor without dimensions.
+            num_sampled: S with `chain_passes`; None: the config's.
 
         Returns:
             The block, of S candidates a slot with noise, else of K.
@@ -343,13 +346,20 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         anchor_features = view.phi(anchors)
         out = self(self.block_embeds(view, anchors, slots), anchor_features, positions, cache, mask, limits=limits)
         kept = num_candidates or self.config.num_candidates
-        count = kept if noise is None else noise.shape[-1]
+        chained = self.config.chain_passes > 0
+        count = kept if noise is None else (num_sampled or self.config.sampling_width) if chained else noise.shape[-1]
         unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.at(count).topk)
         noise = None if noise is None else noise[:, :slots]
-        block = DraftBlock(candidates, unary, None, self, view, out, noise)
+        chain = None
+        if chained and slots > 1:
+            own = None if noise is None else noise[:, None]
+            found = drafted_chain(
+                self, view, out.rewrite, anchor_features, candidates[:, None], unary[:, None], own, temperature
+            )
+            chain, candidates, unary = found.chain, found.candidates[:, 0], found.unary[:, 0]
+        if chained and noise is not None:
+            noise = noise.gather(2, candidates)
+        block = DraftBlock(candidates, unary, None, self, view, out, noise, chain)
         if self.config.selection == "transition":
-            if self.config.chain_passes and slots > 1:
-                alike = (candidates[:, None], unary[:, None], None if noise is None else noise[:, None])
-                block.chain = drafted_chain(self, view, out.rewrite, anchor_features, *alike, temperature)
             block_transitions(self, view, out.rewrite, block, kept, temperature)
         return block

@@ -70,7 +70,8 @@ def draft_rows(
         return candidates[..., 0]
     chain = None
     if drafter.config.chain_passes:
-        chain = drafted_chain(drafter, view, out.rewrite, view.phi(anchor_ids), candidates, unary)
+        proposal = drafted_chain(drafter, view, out.rewrite, view.phi(anchor_ids), candidates, unary)
+        chain, candidates, unary = proposal.chain, proposal.candidates, proposal.unary
     hidden = drafter.rewrite(out.rewrite, view.phi(candidates[:, :, :-1]), 2, chain)
     cache = TransitionCache(unary[:, :, 0].flatten(0, 1), view.row_logits(hidden, candidates[:, :, 1:]).flatten(0, 1))
     return best_chain(candidates.flatten(0, 1), cache).unflatten(0, anchors.shape)

@@ -13,7 +13,7 @@ import torch
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
 from .ops_dspine import topk
-from .rewrite_dspine import ChainStates, drafted_chain
+from .rewrite_dspine import RewriteState, drafted_chain
 from .target_dspine import TargetView
 from .transfer_dspine import predecessor_keys
 
@@ -47,7 +47,7 @@ def draft_log_q(
 
     Args:
         features: the target's states of the sequence [1, length, len(ids) * d]; anchors: [blocks]; tokens: [length].
-        noise: exponential variables [blocks, B-1, 1 + S]; None: drawn here.
+        noise: exponential variables [blocks, B-1, 1 + S]; None: drawn here. With `chain_passes`: 1 + V.
     """
     own = getattr(drafter, "draft_log_q", None)
     if own is not None:
@@ -88,33 +88,54 @@ def log_q_rows(
     if drafter.config.selection == "independent" or window.shape[-1] == 2:
         return candidate_log_q(unary, candidates, truth)
     messages = view.phi(window[..., 1:-1]).unsqueeze(-2)  # [rows, blocks, B-2, 1, r]
-    passes = drafter.config.chain_passes
-    if noise is None and (kept < width or passes):
-        noise = unary.new_empty(*unary.shape[:-1], 1 + width).exponential_()
-
-    def given_true(chain: ChainStates | None) -> torch.Tensor:
-        hidden = drafter.rewrite(out.rewrite, messages, 2, chain).squeeze(-2)
-        given = view.logits(hidden).gather(-1, candidates[:, :, 1:])  # [rows, blocks, B-2, S]
-        return torch.cat([unary[:, :, :1], given], dim=2)
-
-    found = candidates == truth.unsqueeze(-1)
-    if not passes:
-        scores = given_true(None)
-        if kept < width:
-            flat = (t.flatten(0, 1) for t in (unary, scores, found))
-            scores = _scores_of_the_walk(*flat, kept, noise.flatten(0, 1)).unflatten(0, anchors.shape)
-        return candidate_log_q(scores, candidates, truth)
-    anchor_features, arrivals = view.phi(window[..., 0]), torch.ones_like(unary)
-    cached, rows = torch.ones_like(found[:, :, 0, :1]), []
-    for slot in range(truth.shape[-1]):  # what a slot's scores depend on is decided by the noise of those before it
-        chain = drafted_chain(drafter, view, out.rewrite, anchor_features, candidates, unary, arrivals)
-        row = given_true(chain)[:, :, slot]
-        rows.append(torch.where(cached, row, unary[:, :, slot]))
-        arrivals[:, :, slot], cached = _arrivals(
-            unary[:, :, slot], rows[-1], found[:, :, slot], kept, noise[:, :, slot]
-        )
-    return candidate_log_q(torch.stack(rows, dim=2), candidates, truth)
+    if drafter.config.chain_passes:
+        return _chained_log_q(drafter, view, out.rewrite, window, (unary, candidates), messages, noise)
+    hidden = drafter.rewrite(out.rewrite, messages, first_slot=2).squeeze(-2)
+    given = view.logits(hidden).gather(-1, candidates[:, :, 1:])  # [rows, blocks, B-2, S]
+    scores = torch.cat([unary[:, :, :1], given], dim=2)
+    if kept < width:
+        if noise is None:
+            noise = unary.new_empty(*unary.shape[:-1], 1 + width).exponential_()
+        found = (candidates == truth.unsqueeze(-1)).flatten(0, 1)
+        scores = _scores_of_the_walk(unary.flatten(0, 1), scores.flatten(0, 1), found, kept, noise.flatten(0, 1))
+        scores = scores.unflatten(0, anchors.shape)
     return candidate_log_q(scores, candidates, truth)
+
+
+def _chained_log_q(
+    drafter: DSpineDraftModel,
+    view: TargetView,
+    state: RewriteState,
+    window: torch.Tensor,
+    best: tuple[torch.Tensor, torch.Tensor],
+    messages: torch.Tensor,
+    noise: torch.Tensor | None,
+) -> torch.Tensor:
+    """[`log_q_rows`] of a drafter with `chain_passes`, slot by slot: what a slot's scores depend on is decided by the
+    noise of those before it, and that is known as far as they drew the true tokens.
+
+    Args:
+        best: unary logits and candidates [rows, blocks, B-1, S]. messages: phi of the true tokens before slots 2..
+            [rows, blocks, B-2, 1, r].
+        noise: [rows, blocks, B-1, 1 + V].
+    """
+    unary, candidates = best
+    if noise is None:
+        noise = unary.new_empty(*unary.shape[:-1], 1 + drafter.config.vocab_size).exponential_()
+    anchor_features, arrivals = view.phi(window[..., 0]), noise[..., 1:].clone()
+    cached, kept, found = torch.ones_like(unary[:, :, 0, :1], dtype=torch.bool), drafter.config.num_candidates, []
+    for slot, true in enumerate(window[..., 1:].unbind(-1)):
+        proposal = drafted_chain(drafter, view, state, anchor_features, candidates, unary, arrivals)
+        ids, row = proposal.candidates[:, :, slot], proposal.unary[:, :, slot]  # [rows, blocks, S]
+        likely = row
+        if slot:
+            hidden = drafter.rewrite(state, messages[:, :, slot - 1 : slot], slot + 1, proposal.chain)
+            row = torch.where(cached, view.logits(hidden[:, :, 0, 0]).gather(-1, ids), row)
+        found.append(candidate_log_q(row, ids, true))
+        own = torch.cat([noise[:, :, slot, :1], arrivals[:, :, slot].gather(-1, ids)], dim=-1)
+        drawn, cached = _arrivals(likely, row, ids == true.unsqueeze(-1), kept, own)
+        arrivals[:, :, slot].scatter_(-1, ids, drawn)
+    return torch.stack(found, dim=-1)
 
 
 def _scores_of_the_walk(
@@ -188,7 +209,7 @@ def expected_walk(log_q: torch.Tensor, log_p: torch.Tensor, stopped: bool = Fals
 
 
 def walk_noise(drafter: DSpineDraftModel, places: int, device: torch.device | str) -> torch.Tensor | None:
-    """The noise of [`draft_log_q`] for every place of a text [at least `places`, B-1, 1 + S], the same at every call.
+    """The noise of [`draft_log_q`] for every place of a text [at least `places`, B-1, 1 + S or V], always the same.
 
     None for a drafter that needs none. A longer text has the noise of a shorter one at the same places.
     """
@@ -197,7 +218,7 @@ def walk_noise(drafter: DSpineDraftModel, places: int, device: torch.device | st
     if hasattr(drafter, "draft_log_q") or config.selection == "independent" or not needed:
         return None
     generator = torch.Generator(device).manual_seed(0)
-    shape = (NOISE_PLACES, config.num_draft_slots, 1 + width)
+    shape = (NOISE_PLACES, config.num_draft_slots, 1 + (config.vocab_size if config.chain_passes else width))
     parts = [
         torch.empty(shape, device=device).exponential_(generator=generator)
         for _ in range(-(-max(places, 1) // NOISE_PLACES))

@@ -121,6 +121,18 @@ def _with_chain(
     return torch.cat([mask, seen], dim=-1)
 
 
+@dataclass
+class Proposal:
+    """A drafted chain and the candidates that follow from it.
+
+    candidates, unary: [batch, blocks, slots, n], the best tokens given the chain, best first, and their logits fp32.
+    """
+
+    chain: ChainStates
+    candidates: torch.Tensor
+    unary: torch.Tensor
+
+
 def drafted_chain(
     drafter: Any,
     view: Any,
@@ -130,8 +142,9 @@ def drafted_chain(
     unary: torch.Tensor,
     noise: torch.Tensor | None = None,
     temperature: Any = 1.0,
-) -> ChainStates:
-    """A likely chain, decided in `chain_passes` steps, each of all slots at once.
+) -> Proposal:
+    """A likely chain, decided in `chain_passes` steps, each of all slots at once; after each of them every slot's
+    candidates are those of its state given the chain.
 
     The first step takes every slot's choice by its unary logits, each later one the choices given the chain before.
     With the walk's noise they are the tokens that it would draw: a slot's scores depend on the noise of earlier slots
@@ -140,16 +153,16 @@ def drafted_chain(
     Args:
         anchor_features: phi(anchor) [batch, blocks, r].
         candidates, unary: [batch, blocks, slots, n].
-        noise: exponential variables [batch, blocks, slots, n]; None: greedy.
+        noise: exponential variables of every token [batch, blocks, slots, V]; None: greedy.
     """
-    scores = unary
-    for step in range(drafter.config.chain_passes):
-        if step:
-            hidden = drafter.norm(chain.hidden[:, :, 1:]).unsqueeze(3)  # noqa: F821
-            given = view.row_logits(hidden, candidates[:, :, 1:]).squeeze(3)
-            scores = torch.cat([unary[:, :, :1], given], dim=2)
-        keys = scores if noise is None else predecessor_keys(scores, noise, temperature)
+    first, scores, chain = (candidates[:, :, :1], unary[:, :, :1]), unary, None
+    for _ in range(drafter.config.chain_passes):
+        keys = scores if noise is None else predecessor_keys(scores, noise.gather(3, candidates), temperature)
         tokens = candidates.gather(3, keys.argmax(-1, keepdim=True)).squeeze(3)
         messages = torch.cat([anchor_features.unsqueeze(2), view.phi(tokens[:, :, :-1])], dim=2)
         chain = chain_states(drafter, state, messages)
-    return chain
+        count = candidates.shape[-1]
+        found = view.best(drafter.norm(chain.hidden[:, :, 1:]), count, drafter.ops.at(count).topk)
+        scores, candidates = (torch.cat(pair, dim=2) for pair in zip((first[1], first[0]), found, strict=True))
+    assert chain is not None, "only drafters with chain_passes draft a chain"
+    return Proposal(chain, candidates, scores)

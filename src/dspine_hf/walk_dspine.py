@@ -115,10 +115,12 @@ def sampling_options(
     kept, width = kept or config.num_candidates, width or config.sampling_width
     if width <= kept and not config.chain_passes:
         return {}
-    noise = noise_like(torch.empty(batch, config.num_draft_slots, width, device=device))
+    chained = {"num_sampled": max(width, kept)} if config.chain_passes else {}
+    drawn = config.vocab_size if chained else width
+    noise = noise_like(torch.empty(batch, config.num_draft_slots, drawn, device=device))
     temperature = math.prod(p.temperature for p in processors if type(p) is TemperatureLogitsWarper)
     # A tensor: for every number that it meets, torch.compile would compile the draft again.
-    return {"noise": noise, "temperature": torch.full((), float(temperature), device=device)}
+    return {"noise": noise, "temperature": torch.full((), float(temperature), device=device), **chained}
 
 
 def finite(scores: torch.Tensor) -> torch.Tensor:
