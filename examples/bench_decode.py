@@ -112,6 +112,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     ways = ways_of(args, target, drafter, temperature)
     for name in HF_WAYS if args.hf_batches == 0 else HF_WAYS[1:] if size > 1 else ():
         ways.pop(name, None)
+    graphs.ENTRIES_PER_TARGET = max(graphs.ENTRIES_PER_TARGET, len(ways))  # or ways that take turns evict each other
     figures: dict = {name: {"runs": [], "batches": {}} for name in ways}
     texts: dict = {name: {} for name in ways}
     for name, run in ways.items():
@@ -143,6 +144,8 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
                     figures[name]["acceptances"] = [*figures[name].get("acceptances", []), stats.acceptance_length]
     finish(figures, texts, drafter, greedy=not temperature)
     graphs.release(target)
+    for name in [name for name, found in figures.items() if not found["runs"]]:
+        print(f"{name}: no figure, {len(figures[name].get('unsettled', []))} runs captured or compiled something")
     return {name: found for name, found in figures.items() if found["runs"]}
 
 

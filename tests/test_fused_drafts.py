@@ -91,6 +91,9 @@ def test_a_sampled_block_is_the_same_and_warns_of_nothing(sampled, recwarn, ran)
         pytest.param({"injection_placement": "mlp", "rewrite_layers": 0}, id="before the MLP"),
         pytest.param({"injection_placement": "layer", "rewrite_layers": 1}, id="the last two layers again"),
         pytest.param({"injection_placement": "mlp", "rewrite_layers": 2}, id="all layers again, before the MLP"),
+        pytest.param(
+            {"injection_placement": "mlp", "rewrite_layers": 2, "chain_passes": 2}, id="a chain before pairs"
+        ),
         pytest.param({"injection": "last", "block_size": 2}, id="one write, one slot"),
         pytest.param({"selection": "independent"}, id="slots on their own"),
         pytest.param({"injection": "none", "selection": "independent"}, id="DFlash"),
@@ -109,8 +112,8 @@ def test_fused_drafts_are_the_eager_ones(options, ran):
     conditioned = config.selection == "transition" and config.block_size > 2
     wanted = {
         "gated_injection": sum(config.injects(layer) for layer in range(config.num_hidden_layers)),
-        "topk": 1,
-        "pair_write": 1 + config.rewrite_layers if conditioned else 0,
+        "topk": 1 + config.chain_passes,
+        "pair_write": (1 + config.rewrite_layers) * (1 + config.chain_passes) if conditioned else 0,
         "pair_scores": int(conditioned),
     }
     assert {name: count for name, count in ran.items() if count} == {n: c for n, c in wanted.items() if c}

@@ -56,6 +56,9 @@ def main() -> None:
     files = sorted(map(str, (args.prompts / "train").glob("*.jsonl")))
     result: dict = {}
 
+    def save() -> None:
+        args.out.write_text(json.dumps(result, indent=1))
+
     def twice(name: str, command: list[str], sign: Callable[[Path], bool]) -> None:
         result[name] = {
             way: run([*command, "--output-dir", str(out / way / name)], until)
@@ -74,6 +77,7 @@ def main() -> None:
         "responses": len(whole),
         "equal": sum(a == b for a, b in zip(whole["tokens"], killed["tokens"], strict=True)),
     }
+    save()
     command = [
         "train",
         "--target",
@@ -97,13 +101,15 @@ def main() -> None:
     twice("train", command, lambda folder: (folder / f"checkpoint-{steps // 4}").is_dir())
     whole, killed = (losses(out / way / "train") for way in ("whole", "killed"))
     result["train"]["largest_relative_difference"] = max(abs(a - b) / a for a, b in zip(whole, killed, strict=True))
-    command = ["eval", "--target", str(args.target), "--drafter", str(args.drafter), "--max-new-tokens", str(tokens)]
+    save()
+    command = ["eval", "--target", str(args.target), "--drafter", str(args.drafter)]
+    command += ["--max-new-tokens", str(min(tokens, 48)), "--limit", "1"]
     command += [part for file in sorted((args.prompts / "eval").glob("*.jsonl")) for part in ("--prompts", str(file))]
-    twice("eval", [*command, "--limit", "1" if args.tiny else "2"], lambda folder: lines(folder / "prompts.jsonl") > 1)
+    twice("eval", command, lambda folder: lines(folder / "prompts.jsonl") > 1)
     for way in ("whole", "killed"):
         found = json.loads((out / way / "eval" / "results.json").read_text())["temperatures"]
         result["eval"][way] |= {t: found[t]["mean_acceptance_length"] for t in found}
-    args.out.write_text(json.dumps(result, indent=1))
+    save()
     shutil.rmtree(out)
 
 
