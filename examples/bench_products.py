@@ -36,7 +36,7 @@ TILES: dict[str, dict[str, int]] = {
     "as shipped": {},
     "narrow": {"BLOCK_N": 16},
     "wide": {"BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4},
-    "deep": {"BLOCK_K": 128, "STAGES": 8},
+    "shallow": {"BLOCK_K": 256, "STAGES": 4},
     "long": {"BLOCK_K": 512, "STAGES": 3},
     "8 warps": {"num_warps": 8},
     "2 warps": {"num_warps": 2},

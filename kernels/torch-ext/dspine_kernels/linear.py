@@ -91,11 +91,10 @@ def launch_shape(M: int, N: int, K: int, dtype: torch.dtype, device: torch.devic
     block_m = max(16, next_power_of_2(M))
     block_n = 64 if N >= 16384 and not gated else 32
     weights = block_n * (2 if gated else 1)
-    block_k = 256 if block_m == 16 and weights == 32 else 128 if block_m <= 64 else 64
-    block_k = min(block_k, max(16, next_power_of_2(K)))
+    block_k = min(128 if block_m <= 64 else 64, max(16, next_power_of_2(K)))
     # Two programs per multiprocessor: as many bytes in flight as fit beside each other.
     room = 110_000 if torch.version.hip is None else 60_000
-    stages = max(2, min(6, room // (2 * block_k * (block_m + weights))))
+    stages = max(2, min(8, room // (2 * block_k * (block_m + weights))))
     return {"BLOCK_M": block_m, "BLOCK_N": block_n, "BLOCK_K": block_k, "STAGES": stages, "num_warps": 4}
 
 
