@@ -2,9 +2,11 @@
 
 import json
 import logging
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 import torch
@@ -112,6 +114,29 @@ def test_an_export_for_the_engines_walk_names_a_second_architecture_after_our_ow
     with pytest.raises(ValueError, match="has candidates to walk"):
         export(tmp_path / "independent", tmp_path / "no", engine_walk=9)
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("walk", [[], ["--engine-walk", "9"]])
+def test_vllms_script_asks_for_sampled_drafts_where_the_engine_walks(folder, tmp_path, walk):
+    main_exit(["export", str(folder), str(tmp_path / "out"), *walk])
+    fake = tmp_path / "bin" / "python"  # keeps the words that the server is started with
+    fake.parent.mkdir()
+    fake.write_text(
+        f"#!{sys.executable}\nimport json, os, sys\n"
+        "if sys.argv[1] == '-c': os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
+        "print(json.dumps(sys.argv[1:]))\n"
+    )
+    fake.chmod(0o755)
+    script = Path(__file__).resolve().parents[1] / "examples" / "serve_vllm.sh"
+    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    words = ["bash", str(script), "TARGET", str(tmp_path / "out"), "--port", "9"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found[-2:] == ["--port", "9"]
+    config = {"method": "dflash", "model": str(tmp_path / "out"), "num_speculative_tokens": 3}
+    wanted = config | ({"draft_sample_method": "probabilistic"} if walk else {})
+    assert json.loads(found[found.index("--speculative-config") + 1]) == wanted
 
 
 def main_exit(arguments):

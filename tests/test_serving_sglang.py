@@ -159,6 +159,15 @@ def test_a_damaged_checkpoint_is_refused(folder, damage):
         load(folder)
 
 
+@pytest.mark.parametrize(("field", "value"), [("chain_passes", 1), ("context_window", 4), ("embedding_scale", 2.0)])
+def test_a_drafter_whose_drafts_would_be_wrong_is_refused_and_the_cure_named(tmp_path, field, value):
+    drafter = random_drafter(0, **{"injection_placement": "mlp", "rewrite_layers": 2, field: value})
+    drafter.save_pretrained(tmp_path / "drafter")
+    export(tmp_path / "drafter", tmp_path / "serving")
+    with pytest.raises(ValueError, match=f"{field}={value} is not supported with SGLang; use the drafter in Transf"):
+        load(tmp_path / "serving")
+
+
 @pytest.mark.parametrize("placement", ["mlp", "layer"])
 @pytest.mark.parametrize("rewrite", [0, 1, 2])
 @pytest.mark.parametrize("mask", [None, 5])

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from dspine_hf import DSpineDraftModel, load_embedded_target
+from dspine_hf import DSpineConfig, DSpineDraftModel, load_embedded_target
 from dspine_hf.embedded import embedded_drafter_folder
 from dspine_hf.features import TargetReader
 from dspine_hf.offline import offline_drafts, walk_rounds
@@ -123,3 +124,30 @@ def test_a_damaged_checkpoint_is_refused_at_load(folders, damage, named):
     done = run(folders, damage, prompts=PROMPTS[:1], tokens=2)
     assert done.returncode != 0
     assert f"1 are {damage}: {named}" in done.stderr + done.stdout
+
+
+@pytest.mark.parametrize(("field", "value"), [("chain_passes", 1), ("context_window", 4)])
+def test_a_drafter_whose_drafts_would_be_wrong_is_refused_and_the_cure_named(field, value):
+    from dspine_hf.serving.vllm_model import refuse_what_is_not_supported
+
+    def engine(**fields):
+        own = DSpineConfig(rewrite_layers=1, injection_placement="mlp", **fields)
+        return SimpleNamespace(
+            speculative_config=SimpleNamespace(
+                draft_model_config=SimpleNamespace(hf_config=own),
+                num_speculative_tokens=own.num_draft_slots,
+                num_speculative_tokens_per_batch_size=None,
+                kv_cache_dtype=None,
+            ),
+            parallel_config=SimpleNamespace(tensor_parallel_size=1),
+            cache_config=SimpleNamespace(cache_dtype="auto"),
+            model_config=SimpleNamespace(
+                get_hidden_size=lambda: own.hidden_size,
+                get_vocab_size=lambda: own.vocab_size,
+                get_total_num_hidden_layers=lambda: own.num_target_layers,
+            ),
+        )
+
+    refuse_what_is_not_supported(engine())
+    with pytest.raises(ValueError, match=f"{field}={value} is not supported with vLLM; use the drafter in Transf"):
+        refuse_what_is_not_supported(engine(**{field: value}))

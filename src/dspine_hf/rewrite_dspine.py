@@ -67,7 +67,8 @@ def _run(
     shape = (batch, blocks, slots, n) = messages.shape[:4]
     pick = slice(first_slot - 1, first_slot - 1 + slots)
     first = drafter.config.num_hidden_layers - 1 - drafter.config.rewrite_layers
-    ops, found = drafter.ops, []
+    ops = drafter.ops
+    found: list[tuple[torch.Tensor, torch.Tensor]] = []
     h = drafter.layers[first].write(state.before[:, :, pick].unsqueeze(3), messages, ops)
     if not state.keys_values:
         return h, found

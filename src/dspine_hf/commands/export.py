@@ -21,7 +21,8 @@ def run(
     engine_walk: Annotated[
         int | None,
         typer.Option(
-            help="vLLM walks this many candidates a slot: draft_sample_method 'probabilistic' samples (GPU)."
+            metavar="N",
+            help="For T > 0 in vLLM on a GPU: the engine samples each draft itself, from N candidates a slot (say 64).",
         ),
     ] = None,
 ) -> None:

@@ -271,6 +271,10 @@ def refuse_what_is_not_supported(config: Any, quant_config: Any) -> None:
             f"context_window={config.context_window} is not supported with SGLang; use the drafter in Transformers.",
         ),
         (
+            config.chain_passes > 0,
+            f"chain_passes={config.chain_passes} is not supported with SGLang; use the drafter in Transformers.",
+        ),
+        (
             config.embedding_scale != 1.0,
             f"embedding_scale={config.embedding_scale} is not supported with SGLang; use the drafter in Transformers.",
         ),
