@@ -22,7 +22,7 @@ def run(
         int | None,
         typer.Option(
             metavar="N",
-            help="For T > 0 in vLLM on a GPU: the engine samples each draft itself, from N candidates a slot (say 64).",
+            help="For T > 0: vLLM samples each draft itself, from N candidates a slot (say 64). Needs a GPU.",
         ),
     ] = None,
 ) -> None:
