@@ -51,14 +51,14 @@ for part in "${parts[@]}"; do
         figure passes "${bench[@]}" --only passes --batches 1 "${size[@]}"
         ;;
     decode)
-        size=(--fused --max-new-tokens 128 --per-set 2 --repeats 2 --hf-batches 2 --trees 15 31 63) batches=(8 32) compiled=(15 31 63)
-        [[ -n ${TINY:-} ]] && size=(--max-new-tokens 4 --per-set 1 --repeats 1 --hf-batches 0 --trees 3) batches=(2) compiled=()
+        size=(--fused --max-new-tokens 128 --per-set 2 --repeats 2 --hf-batches 2 --trees 15 31 63) batches=(8 32) compiled=(15 31 63) batched=(--trees 15 31)
+        [[ -n ${TINY:-} ]] && size=(--max-new-tokens 4 --per-set 1 --repeats 1 --hf-batches 0 --trees 3) batches=(2) compiled=() batched=(--trees 3)
         bench+=(--target "$folder" --drafter "$drafter" --prompts "$prompts"/eval/*.jsonl --only decode --skip "loop, adaptive" "${size[@]}")
         bench+=(--seconds $((${LIMIT:-300} - 60)))
         figure decode "${bench[@]}" --batches 1 --temperatures 0
         figure decode-sampled "${bench[@]}" --batches 1 --temperatures 1
         for batch in "${batches[@]}"; do
-            figure "decode-batch$batch" "${bench[@]}" --per-set 10 --batches "$batch" --temperatures 0 --hf-batches 0 --trees
+            figure "decode-batch$batch" "${bench[@]}" --per-set 10 --batches "$batch" --temperatures 0 --hf-batches 0 "${batched[@]}"
         done
         for tree in "${compiled[@]}"; do # every number of rows is compiled anew, which takes minutes
             figure "decode-compiled$tree" "${bench[@]}" --batches 1 --temperatures 0 --trees "$tree" --hf-batches 0 --compile fused
