@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from .blocks import Blocks, cut_blocks, run_blocks
 from .features import TargetReader
 from .offline import offline_drafts, walk_rounds
+from .rewrite_dspine import told_states
 
 DEPTHS = (1, 4, 8, 16, 32)
 KINDS = ("only", "from", "prefix", "whole_block")
@@ -130,7 +131,7 @@ class DrafterAnalysis:
         covered = ranks < drafter.config.num_candidates
         self.shares.add("covered", covered, valid)
         if drafter.config.selection == "transition":
-            told = drafter.rewrite(out.rewrite, view.phi(blocks.predecessors).unsqueeze(3))[0, :, :, 0]
+            told = told_states(drafter, out.rewrite, view.phi(blocks.predecessors))[0]
             told = torch.cat([unary[:, :1], told[:, 1:]], dim=1)  # slot 1 is written with the anchor anyway
             self.shares.add_ranks("conditional", self._ranks(told, truth), valid)
             candidates = view.logits(unary).topk(drafter.config.num_candidates, dim=-1).indices

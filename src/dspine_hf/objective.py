@@ -9,7 +9,7 @@ import torch
 from .blocks import Blocks, cut_blocks, run_blocks
 from .losses import LossWeights, feature_loss, slot_weights, token_loss
 from .modeling_dspine import DSpineDraftModel
-from .rewrite_dspine import chain_states
+from .rewrite_dspine import told_states
 from .target_dspine import TargetView
 
 
@@ -68,10 +68,7 @@ def block_states(
     unary = drafter.norm(out.hidden[:, :, 1:])
     conditional = None
     if drafter.config.selection == "transition":
-        if drafter.config.chain_passes:
-            conditional = drafter.norm(chain_states(drafter, out.rewrite, messages).hidden).flatten(0, 2)
-        else:
-            conditional = drafter.rewrite(out.rewrite, messages.unsqueeze(3)).flatten(0, 3)
+        conditional = told_states(drafter, out.rewrite, messages).flatten(0, 2)
     return BlockStates(unary.flatten(0, 2), conditional, tuple(z.flatten(0, 2) for z in out.features))
 
 

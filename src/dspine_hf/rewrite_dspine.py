@@ -55,6 +55,14 @@ def chain_states(drafter: Any, state: RewriteState, messages: torch.Tensor) -> C
     return ChainStates(hidden.squeeze(3), keys_values)
 
 
+def told_states(drafter: Any, state: RewriteState, messages: torch.Tensor) -> torch.Tensor:
+    """Normed states [batch, blocks, slots, d] of slots 1.. that know the true token before them; with `chain_passes`
+    all true tokens before them. messages: those tokens' features [batch, blocks, slots, r]."""
+    if drafter.config.chain_passes:
+        return drafter.norm(chain_states(drafter, state, messages).hidden)
+    return drafter.norm(rewritten(drafter, state, messages.unsqueeze(3), 1)).squeeze(3)
+
+
 def _run(
     drafter: Any,
     state: RewriteState,
