@@ -161,3 +161,10 @@ def test_the_shipped_card_is_what_its_results_say():
     assert card_problems(text, repo_id, results, files) == []
     facts = [json.loads((SHIPPED / name).read_text()) for name in ("config.json", "results.json", "training.json")]
     assert render_card(repo_id, *facts) == text
+
+
+def test_a_card_says_that_a_drafter_drafts_chains_beforehand(facts):
+    config, results, training = facts
+    assert "chain drafted beforehand" not in render_card(NAME, config, results, training)
+    chained = config | {"rewrite_layers": 1, "chain_passes": 2}
+    assert "see the states of a chain drafted beforehand (2 passes)." in render_card(NAME, chained, results, training)

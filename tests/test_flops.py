@@ -23,6 +23,7 @@ DFLASH = {"injection": "none", "selection": "independent"}
         ({"rewrite_layers": 1}, {"distill": 0.5}),
         ({"injection_placement": "mlp"}, {"layer": 0.0}),
         ({"injection_placement": "mlp", "rewrite_layers": 1, "block_size": 4}, {}),
+        ({"injection_placement": "mlp", "rewrite_layers": 1, "chain_passes": 1}, {}),
         ({"injection": "last", "num_candidates": 3}, {"total_variation": 0.2}),
         (DFLASH, {}),
     ],

@@ -204,6 +204,8 @@ def _architecture(config: dict[str, Any]) -> str:
             f"; the last {'write is' if rewritten == 1 else f'{rewritten} writes are'} repeated with each of the "
             f"{config['num_candidates']} candidates of the slot before"
         )
+        if passes := config.get("chain_passes", 0):
+            text += f", and see the states of a chain drafted beforehand ({passes} pass{'es' * (passes > 1)})"
     return text + "."
 
 

@@ -58,6 +58,7 @@ def step_flops(target: Any, config: Any, weights: LossWeights, sequences: int, l
         drafter += drafted * (told + 1) * (12 * d * r + 4 * r * r) + 6 * drafted * told * (2 * d * width + mlp)
         drafter += 6 * drafted * mlp if config.injection_placement == "mlp" else 0
         attention += 6 * drafted * told * 2 * keys * width
+        drafter += 6 * drafted * told * kv if config.chain_passes else 0  # a chain's own keys and values
     teacher = bool(weights.distill or weights.total_variation)
     head = drafted * d * config.vocab_size * (4 * (1 + conditional) + 2 * teacher)
     return StepFlops(
