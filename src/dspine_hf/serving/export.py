@@ -36,7 +36,7 @@ def serving_fields(config: DSpineConfig, engine_walk: int | None = None) -> dict
     if engine_walk is not None and not config.num_candidates <= engine_walk <= config.vocab_size:
         raise ValueError(
             f"engine_walk={engine_walk}: expected as many candidates as the drafter scores predecessors, "
-            f"num_candidates={config.num_candidates}, or more."
+            f"num_candidates={config.num_candidates}, or more, up to the vocabulary, {config.vocab_size}."
         )
     if config.selection == "transition":
         fields |= {"selector_rank": config.transfer_rank, "selector_top_k": engine_walk or config.num_candidates}
