@@ -118,6 +118,22 @@ def test_a_file_of_another_kind_is_refused(tmp_path):
         sources.read_rows(file)
 
 
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_folder_is_read_if_it_holds_a_data_set_and_else_refused_unread(saved, tmp_path):
+    rows = [{"prompt": "a"}]
+    if saved:
+        one = datasets.Dataset.from_list(rows)
+        one.save_to_disk(tmp_path / "one")
+        datasets.DatasetDict({"train": one}).save_to_disk(tmp_path / "several")
+        for name in ("one", "several"):
+            assert sources.check_source(tmp_path / name) is True
+            assert sources.read_rows(tmp_path / name).to_list() == rows
+        return
+    write_jsonl(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(ValueError, match="found neither state.json nor dataset_dict.json in"):
+        sources.check_source(tmp_path)
+
+
 @pytest.mark.parametrize(
     "command, words",
     [

@@ -12,6 +12,7 @@ from huggingface_hub.utils import validate_repo_id
 
 LINES = (".jsonl", ".json")
 OTHER_FILES = (".arrow", ".bin", ".csv", ".gguf", ".gz", ".npz", ".pt", ".safetensors", ".tsv", ".txt", ".xz", ".zip")
+SAVED = ("state.json", "dataset_dict.json")  # one of them is in every folder of save_to_disk
 HUB_SECONDS = 10.0  # how long the Hub may take to say whether it has a data set
 
 
@@ -48,7 +49,8 @@ def check_source(source: str | Path) -> bool:
 
     Raises:
         FileNotFoundError: nothing is there, neither here nor on the Hub.
-        ValueError: a file is of a kind that is not read, or what is kept is another configuration.
+        ValueError: a file is of a kind that is not read, a folder holds no data set, or what is kept is another
+            configuration.
     """
     path = Path(source).expanduser()
     if path.suffix in (*LINES, ".parquet"):
@@ -57,6 +59,11 @@ def check_source(source: str | Path) -> bool:
             raise FileNotFoundError(f"expected a {kind} file at '{path}'; found none. Check the path.")
         return True
     if path.is_dir():
+        if not any((path / name).is_file() for name in SAVED):
+            raise ValueError(
+                f"expected a data set's folder, as save_to_disk or 'dspine regenerate' write it; found neither "
+                f"{' nor '.join(SAVED)} in '{path}'. Name that folder, or a file in it."
+            )
         return True
     if path.is_file():
         raise ValueError(f"expected a .jsonl or .parquet file, or a data set's folder; found the file '{path}'.")
