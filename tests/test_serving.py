@@ -108,7 +108,9 @@ def test_an_export_for_the_engines_walk_names_a_second_architecture_after_our_ow
     names = ["DSpineDraftModel", "DFlash2DraftModel"]
     assert walked == plain | {"architectures": names, "dflash_config": walked["dflash_config"]}
     for wrong in (-1, 0, 2, SHAPES["vocab_size"] + 1):
-        with pytest.raises(ValueError, match=f"num_candidates=3, or more, up to the vocabulary, {SHAPES['vocab_size']}"):
+        with pytest.raises(
+            ValueError, match=f"num_candidates=3, or more, up to the vocabulary, {SHAPES['vocab_size']}"
+        ):
             export(folder, tmp_path / "no", engine_walk=wrong)
     independent = DSpineConfig(**SHAPES, injection="none", selection="independent")
     DSpineDraftModel(independent).save_pretrained(tmp_path / "independent")
