@@ -40,6 +40,12 @@ def test_a_start_of_another_target_is_refused(trained):
         build_drafter(Variant("more", start=folder), tiny_target(vocab_size=67), None)
 
 
+def test_a_start_for_another_kind_of_drafter_is_refused(trained):
+    target, _, folder = trained
+    with pytest.raises(ValueError, match='found kind="eagle3"'):
+        build_drafter(Variant("more", kind="eagle3", start=folder), target, None)
+
+
 def test_no_steps_leave_it_as_it_was_and_some_train_it(trained):
     target, drafter, folder = trained
     store, counts = store_of(target), torch.ones(61)

@@ -175,6 +175,10 @@ def build_drafter(variant: Variant, model: Any, counts: torch.Tensor | None) -> 
     torch.manual_seed(variant.seed)
     weights = counts if variant.space == "frequency" else None
     if variant.start is not None:
+        if variant.kind != "dspine":
+            raise ValueError(
+                f'start="{variant.start}" is for kind="dspine"; found kind="{variant.kind}". Leave one of them out.'
+            )
         drafter = DSpineDraftModel.from_pretrained(variant.start, **variant.config)
         drafter.check_target(model)
     elif variant.kind == "dspine":
