@@ -357,6 +357,7 @@ class FastCall:
         chain = self.rounds.chain if following is not None and following.slots else None
         found = launched.read(None if chain is None else chain.confidence)
         outcomes, cuts = [], {}
+        sizes = (kept, self.rounds.verified(kept, draft.processors)) if draft.fast else None
         for row, (count, done, agreed, *tokens) in enumerate(found):
             if self.done[row]:
                 continue
@@ -364,8 +365,7 @@ class FastCall:
             if stop is not None:
                 count, done, cuts[row] = stop, 1, self.lengths[row] + stop
             if self.lengths[row] > self.prompt_length:
-                own = kept if draft.fast else draft.counts[row]
-                verified = self.rounds.verified(kept, draft.processors) if draft.fast else own
+                own, verified = sizes or (draft.counts[row], draft.counts[row])
                 self.log.add(row, self.lengths[row] - self.prompt_length, own, agreed, count, verified)
                 outcomes.append((draft.confidence[row] if draft.confidence else [], agreed, count))
             self.lengths[row] += count

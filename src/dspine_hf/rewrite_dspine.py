@@ -60,7 +60,7 @@ def told_states(drafter: Any, state: RewriteState, messages: torch.Tensor) -> to
     all true tokens before them. messages: those tokens' features [batch, blocks, slots, r]."""
     if drafter.config.chain_passes:
         return drafter.norm(chain_states(drafter, state, messages).hidden)
-    return drafter.norm(rewritten(drafter, state, messages.unsqueeze(3), 1)).squeeze(3)
+    return drafter.rewrite(state, messages.unsqueeze(3)).squeeze(3)
 
 
 def _run(
@@ -89,13 +89,13 @@ def _run(
         length = slots if chain is None else chain[0][0].shape[2] // blocks
         mask = _with_chain(mask, limits, columns, shape, first_slot, length, h.device)
         limits = None
+    more = found if own else chain
     for i, (layer, (k, v)) in enumerate(zip(drafter.layers[first + 1 :], state.keys_values, strict=True)):
         x = layer.input_layernorm(h).flatten(1, 3)
         if own:
             found.append(layer.self_attn.keys_values(x, cos, sin))
-        more = found[i] if own else chain[i] if chain else None
-        if more is not None:
-            k, v = torch.cat([k, more[0]], dim=2), torch.cat([v, more[1]], dim=2)
+        if more:
+            k, v = (torch.cat(pair, dim=2) for pair in zip((k, v), more[i], strict=True))
         q = layer.self_attn.queries(x, cos, sin)
         h = h + layer.self_attn(q, k, v, mask, limits).view_as(h)
         h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages, ops)

@@ -84,7 +84,7 @@ def run(
         exact = pair if dtype is Dtype.float32 else in_float32(pair)
     for drafted in (False, True):  # the first call of each kind pays for allocations and kernel choice
         inputs = encode(pair.tokenizer, PROMPTS[0], pair.target.device)
-        answer(pair, inputs, drafted=drafted, max_new_tokens=12, **_loop(loop, drafted))
+        answer(pair, inputs, drafted=drafted, max_new_tokens=12, loop=loop if drafted else None)
     if not as_json:
         watch(console, exact, WATCHED, max_new_tokens, dtype.value, loop)
     with console.status("Measuring") as status:
@@ -115,14 +115,10 @@ def compare(
     """
     inputs = encode(pair.tokenizer, prompt, pair.target.device)
     answers = {
-        drafted: answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens, **_loop(loop, drafted))
+        drafted: answer(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens, loop=loop if drafted else None)
         for drafted in (drafted_first, not drafted_first)
     }
     return Comparison(answers[False], answers[True])
-
-
-def _loop(loop: dict[str, Any] | None, drafted: bool) -> dict[str, Any]:
-    return {"loop": loop} if drafted and loop is not None else {}
 
 
 def summarise(pair: Pair, trials: list[Trial], max_new_tokens: int) -> dict[str, Any]:

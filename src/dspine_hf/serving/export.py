@@ -24,6 +24,11 @@ def serving_fields(config: DSpineConfig, engine_walk: int | None = None) -> dict
             f'only a drafter with selection="transition" has candidates to walk; this one has "{config.selection}". '
             "Export it without engine_walk."
         )
+    if engine_walk is not None and not config.num_candidates <= engine_walk <= config.vocab_size:
+        raise ValueError(
+            f"engine_walk={engine_walk}: expected as many candidates as the drafter scores predecessors, "
+            f"num_candidates={config.num_candidates}, or more, up to the vocabulary, {config.vocab_size}."
+        )
     mask = config.mask_token_id
     fields: dict[str, Any] = {
         "mask_token_id": _any_token(config) if mask is None else mask,
@@ -33,11 +38,6 @@ def serving_fields(config: DSpineConfig, engine_walk: int | None = None) -> dict
         "output_multiplier": config.logit_scale,
         "final_logit_softcapping": config.logit_softcap,
     }
-    if engine_walk is not None and not config.num_candidates <= engine_walk <= config.vocab_size:
-        raise ValueError(
-            f"engine_walk={engine_walk}: expected as many candidates as the drafter scores predecessors, "
-            f"num_candidates={config.num_candidates}, or more, up to the vocabulary, {config.vocab_size}."
-        )
     if config.selection == "transition":
         fields |= {"selector_rank": config.transfer_rank, "selector_top_k": engine_walk or config.num_candidates}
     names = ["DSpineDraftModel", *([] if engine_walk is None else ["DFlash2DraftModel"])]
