@@ -10,21 +10,16 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dspine_hf import DSpineDraftModel
 from dspine_hf.cli import COMMANDS, app, main
 from dspine_hf.commands import common, demo, demo_view, regenerate
 from dspine_hf.commands.common import Answer, Pair
 from dspine_hf.embedded import embedded_target_file
 from dspine_hf.stats_dspine import GenerationStats
 from helpers.tiny_files import save_tiny_target, tiny_chat_target, tiny_tokenizer
+from helpers.tiny_pair import load_tiny_pair, tiny_drafter
 
 RUNNER = CliRunner()
 HEADLINE = ("identical", "speedup", "acceptance_length", "tokens_per_second_plain", "tokens_per_second_drafted")
-
-
-def tiny_drafter(target):
-    torch.manual_seed(1)
-    return DSpineDraftModel.for_target(target, block_size=4).eval()
 
 
 @pytest.fixture
@@ -39,11 +34,7 @@ def folders(tmp_path):
 def tiny_pair(monkeypatch):
     """Puts a tiny pair in the place of the embedded one, in the dtype that the command asks for."""
 
-    def load_pair(target, drafter, dtype, device=None):
-        model = tiny_chat_target().to(dtype)
-        return Pair(model, tiny_tokenizer(), tiny_drafter(model), "tiny", "tiny-drafter")
-
-    monkeypatch.setattr(demo, "load_pair", load_pair)
+    monkeypatch.setattr(demo, "load_pair", load_tiny_pair)
 
 
 def fake_answer(ids, seconds, rounds=None):
@@ -128,9 +119,9 @@ def test_demo_answers_drafted_first_on_every_other_prompt(tiny_pair, monkeypatch
     order = []
     original = demo.answer
 
-    def spy(pair, inputs, *, drafted, max_new_tokens):
+    def spy(pair, inputs, *, drafted, **options):
         order.append((str(pair.target.dtype), drafted))
-        return original(pair, inputs, drafted=drafted, max_new_tokens=max_new_tokens)
+        return original(pair, inputs, drafted=drafted, **options)
 
     monkeypatch.setattr(demo, "answer", spy)
     result = RUNNER.invoke(app, ["demo", "--json", "--prompts", "2", "--max-new-tokens", "4"])

@@ -3,23 +3,17 @@
 import json
 
 import pytest
-import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 import dspine_hf
-from dspine_hf import DSpineDraftModel
 from dspine_hf.cli import app, main
 from dspine_hf.commands import common, demo, demo_view
 from dspine_hf.commands.common import Pair
 from helpers.tiny_files import save_tiny_target, tiny_chat_target, tiny_tokenizer
+from helpers.tiny_pair import load_tiny_pair, tiny_drafter
 
 RUNNER = CliRunner()
-
-
-def tiny_drafter(target):
-    torch.manual_seed(1)
-    return DSpineDraftModel.for_target(target, block_size=4).eval()
 
 
 @pytest.fixture(scope="module")
@@ -93,11 +87,7 @@ def test_options_that_do_not_go_together_are_refused_before_anything_is_loaded(w
 
 @pytest.fixture
 def tiny_demo(monkeypatch):
-    def load_pair(target, drafter, dtype, device=None):
-        model = tiny_chat_target().to(dtype)
-        return Pair(model, tiny_tokenizer(), tiny_drafter(model), "tiny", "tiny-drafter")
-
-    monkeypatch.setattr(demo, "load_pair", load_pair)
+    monkeypatch.setattr(demo, "load_pair", load_tiny_pair)
 
 
 def test_the_demo_drafts_in_the_loop_and_compares_with_generate(tiny_demo, looped):

@@ -3,7 +3,6 @@
 import argparse
 import http.server
 import json
-import os
 import re
 import runpy
 import shlex
@@ -17,6 +16,7 @@ from typer.main import get_command
 
 from dspine_hf.cli import app
 from dspine_hf.commands.train import parse_arguments
+from helpers.launch import stand_in_python
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -129,15 +129,7 @@ def test_the_script_of_a_server_starts_what_the_readme_starts(engine, tmp_path):
     """A stand-in for the engine's interpreter keeps the words that it is started with."""
     (tmp_path / "serving").mkdir()
     (tmp_path / "serving" / "config.json").write_text('{"block_size": 8}')
-    fake = tmp_path / "bin" / "python"
-    fake.parent.mkdir()
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "if sys.argv[1] == '-c': os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-        "print(json.dumps(sys.argv[1:]))\n"
-    )
-    fake.chmod(0o755)
-    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    environment = stand_in_python(tmp_path)
     words = ["bash", str(EXAMPLES / f"serve_{engine}.sh"), "TARGET", "serving", "--port", "9"]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -23,6 +22,7 @@ from dspine_hf.serving.signatures import Engine, Relied, drift
 from dspine_hf.serving.tensors import drafter_tensors
 from dspine_hf.serving.walk import lattice, realised_scores
 from dspine_hf.transfer_dspine import TransitionCache
+from helpers.launch import stand_in_python
 
 SHAPES = {
     "hidden_size": 16,
@@ -122,16 +122,8 @@ def test_an_export_for_the_engines_walk_names_a_second_architecture_after_our_ow
 @pytest.mark.parametrize("walk", [[], ["--engine-walk", "9"]])
 def test_vllms_script_asks_for_sampled_drafts_where_the_engine_walks(folder, tmp_path, walk):
     main_exit(["export", str(folder), str(tmp_path / "out"), *walk])
-    fake = tmp_path / "bin" / "python"  # keeps the words that the server is started with
-    fake.parent.mkdir()
-    fake.write_text(
-        f"#!{sys.executable}\nimport json, os, sys\n"
-        "if sys.argv[1] == '-c': os.execv(sys.executable, [sys.executable, *sys.argv[1:]])\n"
-        "print(json.dumps(sys.argv[1:]))\n"
-    )
-    fake.chmod(0o755)
     script = Path(__file__).resolve().parents[1] / "examples" / "serve_vllm.sh"
-    environment = {**os.environ, "PATH": f"{fake.parent}:{os.environ['PATH']}"}
+    environment = stand_in_python(tmp_path)
     words = ["bash", str(script), "TARGET", str(tmp_path / "out"), "--port", "9"]
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
