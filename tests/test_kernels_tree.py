@@ -188,7 +188,12 @@ def test_fused_operations_grow_and_follow_in_one_launch_each(monkeypatch):
 @pytest.mark.parametrize("nodes", [1, 24])
 def test_text_is_plain_text_through_fused_trees(nodes, monkeypatch):
     target, texts, grown = small_target(seed=2).to(DEVICE), [prompt(n, seed=20 + n) for n in (7, 4)], []
-    ops = FusedOps(grow_tree=lambda *args: grown.append(args[3]) or grow_tree(*args), follow_tree=follow_tree)
+    ops = FusedOps(
+        grow_tree=lambda *args: grown.append(args[3]) or grow_tree(*args),
+        follow_tree=follow_tree,
+        move_columns=kernels.move_columns,
+        addresses=kernels.addresses,
+    )
     references = [target.generate(ids.to(DEVICE), max_new_tokens=40, do_sample=False)[0] for ids in texts]
     drafter = batch_oracle(target, references, boost=4.0, num_candidates=8)
     ids, mask = (t.to(DEVICE) for t in padded(texts))

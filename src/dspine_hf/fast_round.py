@@ -263,9 +263,10 @@ class Rounds:
             positions = positions.clamp(max=self.last_position)
         outputs = self.passes.verify(ids, positions, self.rows.start, self.rows.padded, places, tree)
         choice = outputs.logits.to(ids.device).argmax(-1)
-        agreed, tokens, branch = follow(tree, choice, self.max_slots, getattr(self.drafter, "ops", EAGER))
+        ops = getattr(self.drafter, "ops", EAGER)
+        agreed, tokens, branch = follow(tree, choice, self.max_slots, ops)
         places, positions = self._places(branch.shape[1], columns, first)
-        self.passes.cache.move(places.index[:, :1] + branch, places)
+        self.passes.cache.move(places.index[:, :1] + branch, places, ops)
         assert self.context is not None
         self.context.places = places
         self.extend(outputs, positions, rows=branch)

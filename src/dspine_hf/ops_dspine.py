@@ -257,10 +257,13 @@ class Ops:
 
 @dataclass(frozen=True)
 class FusedOps(Ops):
-    """The fused operations, and those of trees of drafts, whose eager counterparts are in `fast_tree.py`."""
+    """The fused operations, and those of trees of drafts: their eager counterparts are in `fast_tree.py` and
+    `static_cache.py`."""
 
     grow_tree: Callable = field(kw_only=True)
     follow_tree: Callable = field(kw_only=True)
+    move_columns: Callable = field(kw_only=True)
+    addresses: Callable = field(kw_only=True)
 
 
 EAGER = Ops()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .ops_dspine import EAGER, FusedOps, Ops
+
 FIRST_BUCKET = 512
 
 
@@ -133,12 +135,29 @@ class RaggedCache(Cache):
     def __init__(self, num_layers: int, capacity: int):
         self.capacity = capacity
         self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
+        self._groups: list[tuple[list[torch.Tensor], torch.Tensor]] = []
         super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
 
-    def move(self, source: torch.Tensor, places: Places) -> None:
-        """Copies columns of every layer; see [`StaticRows.move`]."""
-        for layer in self.layers:
-            layer.rows.move(source, places)
+    def move(self, source: torch.Tensor, places: Places, ops: Ops = EAGER) -> None:
+        """Copies columns of every layer, see [`StaticRows.move`]; the fused operations move those of all at once."""
+        if not isinstance(ops, FusedOps):
+            for layer in self.layers:
+                layer.rows.move(source, places)
+            return
+        for stores, addresses in self._alike(ops):
+            device = addresses.device
+            ops.move_columns(stores, addresses, source.to(device), places.index.to(device))
+
+    def _alike(self, ops: FusedOps) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
+        """The stores by shape, dtype and device, and where they lie: they stay there as long as the cache lives."""
+        if not self._groups:
+            groups: dict[tuple, list[torch.Tensor]] = {}
+            for rows in (layer.rows for layer in self.layers):
+                for store in (rows.keys, rows.values):
+                    if store is not None:
+                        groups.setdefault((store.shape, store.dtype, store.device), []).append(store)
+            self._groups = [(stores, ops.addresses(stores)) for stores in groups.values()]
+        return self._groups
 
     def clear(self) -> None:
         """Makes every row zero, for another call."""

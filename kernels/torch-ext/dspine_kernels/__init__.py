@@ -9,6 +9,7 @@ __all__ = ["available", "why_not"]
 
 if not MISSING:
     from .attention import verify_attention
+    from .columns import addresses, move_columns
     from .injection import gated_injection
     from .linear import gated_linear, linears
     from .pairs import pair_scores, pair_write
@@ -17,4 +18,4 @@ if not MISSING:
     from .walk import walk_chain
 
     __all__ += ["gated_injection", "gated_linear", "linears", "pair_scores", "pair_write", "topk"]
-    __all__ += ["follow_tree", "grow_tree", "verify_attention", "walk_chain"]
+    __all__ += ["addresses", "follow_tree", "grow_tree", "move_columns", "verify_attention", "walk_chain"]
