@@ -56,6 +56,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hf-batches", type=int, help="batches that the ways of transformers answer; default: all")
     parser.add_argument("--only", choices=("passes", "decode"), help="leave out the other half")
     parser.add_argument("--trees", type=int, nargs="*", default=[], help="numbers of nodes: trees instead of chains")
+    parser.add_argument("--candidates", type=int, nargs="*", default=[], help="trees of so many candidates a slot too")
     parser.add_argument("--skip", nargs="*", default=[], help="ways of decoding to leave out, by name")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
@@ -86,7 +87,10 @@ def ways_of(args, target, drafter, temperature: float) -> dict:
         "loop, adaptive": partial(dspine_hf.generate, target, drafter, adaptive=True, **fast),
     }
     for n in () if temperature else args.trees:
-        ways[f"loop, tree of {n}"] = partial(dspine_hf.generate, target, drafter, tree_nodes=n, **fast)
+        grown = partial(dspine_hf.generate, target, drafter, tree_nodes=n, **fast)
+        ways[f"loop, tree of {n}"] = grown
+        for k in args.candidates:
+            ways[f"loop, tree of {n}, {k} candidates"] = partial(grown, num_candidates=k)
     return {name: way for name, way in ways.items() if name not in args.skip}
 
 

@@ -15,7 +15,8 @@ EXAMPLE = Path(__file__).resolve().parents[1] / "examples" / "bench_decode.py"
 def test_the_tiny_benchmark_writes_ratios_pass_costs_and_the_floor(tmp_path):
     out = tmp_path / "decode.json"
     run = subprocess.run(
-        [sys.executable, str(EXAMPLE), "--tiny", "--temperatures", "0", "1.0", "--out", str(out)],
+        [sys.executable, str(EXAMPLE), "--tiny", "--temperatures", "0", "1.0", "--out", str(out)]
+        + ["--trees", "3", "--candidates", "2"],
         capture_output=True,
         text=True,
         timeout=300,
@@ -33,6 +34,7 @@ def test_the_tiny_benchmark_writes_ratios_pass_costs_and_the_floor(tmp_path):
     assert ways["plain generate()"]["ratio"] == 1.0 and ways["loop, drafted"]["acceptance_length"] >= 1.0
     assert all(way["tokens_per_second"] > 0 for way in ways.values())
     greedy = found["decode"]["batch 1, T=0.0"]
+    assert set(greedy) - set(ways) == {"loop, tree of 3", "loop, tree of 3, 2 candidates"}
     assert greedy["plain generate()"]["cache_bytes"] == greedy["drafted generate()"]["cache_bytes"] > 0
     passes = found["passes"]["2"]
     assert passes["draft"] > 0 and set(passes["verify"]) == set(passes["round"]) == {"1", "2", "3", "4"}

@@ -27,6 +27,7 @@ _OF_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scal
 _KEPT: "weakref.WeakKeyDictionary[Any, dict[Any, Kept]]" = weakref.WeakKeyDictionary()
 _UNCAPTURABLE: "weakref.WeakSet[Any]" = weakref.WeakSet()
 _LOCK = threading.Lock()
+_STREAMS = threading.local()  # that graphs are captured on: one for each thread and device
 
 
 class CaptureFailed(RuntimeError):
@@ -42,17 +43,41 @@ class Recording:
 
 
 def record(run: Callable[[], Any], pool: Any) -> Recording:
-    """Captures `run` as a CUDA graph after running it on a side stream, as torch asks for."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
+    """
+    Captures `run` as a CUDA graph after running it on a side stream, as torch asks for.
+
+    cuBLAS keeps a workspace (32 MiB on Hopper) for every stream that it has run on, and a graph writes to the one of
+    its capture. Without workspaces before, a capture makes its own in the pool; without it afterwards, the pool's next
+    capture takes it over. So the graphs of one pool share one workspace, and share none with other pools' graphs,
+    which other threads may replay at the same time.
+    """
+    current = torch.cuda.current_stream()
+    streams = vars(_STREAMS)
+    if current.device not in streams:
+        streams[current.device] = torch.cuda.Stream(current.device)
+    stream = streams[current.device]
+    stream.wait_stream(current)
     with torch.cuda.stream(stream):
         for _ in range(WARM_UPS):
             run()
-    torch.cuda.current_stream().wait_stream(stream)
+    current.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):  # other threads go on
-        result = run()
+    _forget_workspaces()
+    try:
+        with torch.cuda.graph(
+            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        ):  # other threads go on
+            result = run()
+    finally:
+        _forget_workspaces()
     return Recording(graph.replay, result)
+
+
+def _forget_workspaces() -> None:
+    """Gives the workspaces of cuBLAS back to where they were allocated; it makes new ones when it needs them."""
+    forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if forget is not None:
+        forget()
 
 
 @dataclass
