@@ -8,12 +8,13 @@ import datasets
 import huggingface_hub.constants
 import pytest
 
-from dspine_hf import sources
+from dspine_hf import DSpineDraftModel, sources
 from dspine_hf.cli import main
 from dspine_hf.commands import eval as eval_command
 from dspine_hf.commands import regenerate, train
+from dspine_hf.commands.common import Pair
 from helpers.hub_server import ASIDE
-from helpers.tiny_files import write_jsonl
+from helpers.tiny_files import tiny_chat_target, tiny_tokenizer, write_jsonl
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -94,15 +95,20 @@ def test_without_the_hub_a_name_is_given_up_at_the_first_try(source, no_hub, mon
     assert not tried
 
 
-def test_without_the_hub_a_data_set_that_was_kept_is_read(no_hub, monkeypatch, tmp_path):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    rows = [{"prompt": "a"}, {"prompt": "b"}]
-    datasets.load_dataset("json", data_files=str(write_jsonl(tmp_path / "rows.jsonl", rows)))
-    (kept,) = (tmp_path / "json").iterdir()
-    (file,) = kept.rglob("json-train.arrow")  # as a data set of the Hub would have been kept
+def keep(rows, monkeypatch, cache) -> None:
+    """Keep rows as the data set org/name of the Hub would have been kept."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", cache)
+    datasets.load_dataset("json", data_files=str(write_jsonl(cache / "rows.jsonl", rows)))
+    (kept,) = (cache / "json").iterdir()
+    (file,) = kept.rglob("json-train.arrow")
     file.rename(file.with_name("name-train.arrow"))
     kept.rename(kept.with_name("default"))
-    (tmp_path / "json").rename(tmp_path / "org___name")
+    (cache / "json").rename(cache / "org___name")
+
+
+def test_without_the_hub_a_data_set_that_was_kept_is_read(no_hub, monkeypatch, tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    keep(rows, monkeypatch, tmp_path)
     before = datasets.config.HF_HUB_OFFLINE
     assert sources.check_source("org/name") is False
     assert sources.read_rows("org/name").to_list() == rows
@@ -158,3 +164,39 @@ def test_commands_say_so_before_the_target_is_loaded(command, words, hub, monkey
     assert stop.value.code == 1
     assert "found nothing at 'nothing'" in capsys.readouterr().err
     assert not Path(tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "command, words, until",
+    [
+        (train, ["train", "--data", "org/name", "--eval-data", "org/name:default", "--use-cpu"], "build_drafter"),
+        (
+            eval_command,
+            ["eval", "--prompts", "org/name", "--context-length", "32", "--context-length", "64"],
+            "Journal",
+        ),
+    ],
+    ids=["train", "eval"],
+)
+def test_commands_ask_the_hub_once_for_each_name(command, words, until, no_hub, monkeypatch, tmp_path):
+    """Each question without an answer is a wait."""
+    row = {"messages": [{"role": "user", "content": "w1 w2"}, {"role": "assistant", "content": "w3 w4 w5 w6"}]}
+    keep([row, row], monkeypatch, tmp_path)
+    asked, parts = [], (tiny_chat_target(), tiny_tokenizer())
+
+    def ask(self, name, **options):
+        asked.append(name)
+        raise ConnectionError("nobody answers")
+
+    def stop(*args, **options):
+        raise SystemExit(7)
+
+    pair = Pair(*parts, DSpineDraftModel.for_target(parts[0], block_size=4, transfer_rank=8), "target", "drafter")
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", ask)
+    monkeypatch.setattr(command, "load_quietly", lambda *args: parts, raising=False)
+    monkeypatch.setattr(command, "load_pair", lambda *args: pair, raising=False)
+    monkeypatch.setattr(command, until, stop)  # what comes once everything is read
+    with pytest.raises(SystemExit) as end:
+        main([*words, "--output-dir", str(tmp_path / "out")])
+    assert end.value.code == 7
+    assert asked == ["org/name"] * (2 if command is train else 1)

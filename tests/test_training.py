@@ -3,15 +3,20 @@
 import copy
 import itertools
 import json
+import math
+import os
+import re
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel
 
 from dspine_hf import training
 from dspine_hf.blocks import cut_blocks, sample_anchors
+from dspine_hf.commands import train as train_command
 from dspine_hf.commands.train import parse_arguments
 from dspine_hf.flops import step_flops
 from dspine_hf.lora import add_lora, merged_copy
@@ -60,6 +65,109 @@ def test_resumed_run_has_the_loss_curve_of_an_uninterrupted_one(tmp_path, optimi
     assert resumed[:2] == expected[:2]
     for name, weight in again.drafter.state_dict().items():
         torch.testing.assert_close(weight, whole.drafter.state_dict()[name], msg=name)
+
+
+@pytest.fixture
+def determinism():
+    """What `full_determinism` sets in this process is undone afterwards."""
+    before = dict(os.environ)
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.deterministic = False
+    os.environ.clear()
+    os.environ.update(before)
+
+
+OPTIONS = [
+    {},
+    {"forcing": 0.5, "layer_loss": "contrast", "optim_drafter": "muon", "distill": 0.3, "total_variation": 0.2},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=["adamw", "muon"])
+def test_full_determinism_fills_no_memory_that_training_reads(tmp_path, options, determinism):
+    """It fills fresh memory with NaN, in evaluation and in a resumed run too."""
+    options = {**options, "held_out": random_sequences(3), "eval_strategy": "steps", "eval_steps": 2}
+    plain = trainer_for(tmp_path / "a", **options)
+    expected = curve(plain)
+    assert math.isfinite(sum(expected)) and not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    drafter = fresh_drafter(tiny_chat_target())
+    checked = []
+    drafter.check_target = lambda target: checked.append(torch.are_deterministic_algorithms_enabled())
+    trainer = trainer_for(tmp_path / "b", drafter=drafter, full_determinism=True, **options)
+    assert checked == [True] and torch.empty(2).isnan().all()
+    assert curve(trainer) == expected
+    resumed = trainer_for(tmp_path / "b", full_determinism=True, **options)
+    assert curve(resumed, resume=str(tmp_path / "b" / "checkpoint-2")) == expected
+    for name, weight in plain.drafter.state_dict().items():
+        for other in (trainer, resumed):
+            assert torch.equal(other.drafter.state_dict()[name], weight), name
+    key = "eval_acceptance_length"
+    found = [[entry[key] for entry in t.state.log_history if key in entry] for t in (plain, trainer, resumed)]
+    assert found[0] == found[1] == found[2] and len(found[0]) == 3
+
+
+def test_full_determinism_is_on_before_the_target_is_loaded(tmp_path, monkeypatch, determinism):
+    """On a GPU, the first product decides whether the ones after it may be repeatable."""
+    seen = []
+
+    def load(*args):
+        seen.append((torch.are_deterministic_algorithms_enabled(), os.environ.get("CUBLAS_WORKSPACE_CONFIG")))
+        raise SystemExit(7)
+
+    monkeypatch.setattr(train_command, "load_quietly", load)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    rows = write_jsonl(tmp_path / "rows.jsonl", random_sequences(2))
+    words = ["train", "--data", rows, "--use-cpu", "--output-dir", tmp_path / "out"]
+    for more in ([], ["--full-determinism"]):
+        with pytest.raises(SystemExit):
+            run_here(command(*words, *more))
+    assert seen[0] == (False, None)
+    assert seen[1][0] and seen[1][1] in (":16:8", ":4096:8")
+
+
+UNREPEATABLE = (
+    "(_|^)(avg_pool3d|adaptive_(avg|max)_pool|fractional_max_pool|max_unpool|upsample|reflection_pad|grid_sampler|ctc_loss"
+    "|nll_loss2d|embedding_bag|histc|bincount|median|nanmedian|kthvalue|put|scatter_reduce|cumsum|cumprod)"
+)
+
+
+class Operations(TorchDispatchMode):
+    """Collects the names of the operations that run, sums along integers apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **(kwargs or {}))
+        if not (isinstance(found, torch.Tensor) and "cumsum" in str(function) and not found.is_floating_point()):
+            self.names.add(str(function).removeprefix("aten."))
+        return found
+
+
+@pytest.mark.parametrize(
+    "config", [{}, {"injection_placement": "mlp", "rewrite_layers": 1, "chain_passes": 1}], ids=len
+)
+@pytest.mark.parametrize("options", OPTIONS, ids=["adamw", "muon"])
+def test_every_operation_of_training_can_be_repeated_on_a_gpu(tmp_path, config, options):
+    """None of those that torch.use_deterministic_algorithms refuses there."""
+    target = tiny_chat_target()
+    trainer = trainer_for(
+        tmp_path,
+        target,
+        fresh_drafter(target, **config),
+        held_out=random_sequences(2),
+        max_steps=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        **options,
+    )
+    with Operations() as operations:
+        trainer.train()
+    assert {"mm.default", "embedding.default", "silu_backward.default", "topk.default"} <= operations.names
+    assert [name for name in operations.names if re.match(UNREPEATABLE, name)] == []
 
 
 def test_killed_training_resumes_to_the_same_loss_curve(tmp_path):

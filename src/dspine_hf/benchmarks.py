@@ -1,5 +1,6 @@
 """The prompts that a drafter is measured on: a file per benchmark, in the chat template, after a context if wanted."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ def load_benchmarks(
     thinking: bool | None = None,
     max_prompt_tokens: int | None = None,
     context_tokens: int | None = None,
+    reachable: Mapping[str, bool] | None = None,
 ) -> list[Benchmark]:
     """Read prompt sets. A folder stands for the `.jsonl` files in it, a file for a benchmark of its name.
 
@@ -34,6 +36,7 @@ def load_benchmarks(
         limit: the first so many prompts of each set. max_prompt_tokens: longer prompts are left out.
         context_tokens: put other prompts of the set before each question, so that a prompt has about this many tokens.
             The set is then named NAME@TOKENS.
+        reachable: by file, as in [`sources.read_rows`].
 
     Raises:
         FileNotFoundError: nothing is there. ValueError: a row holds no prompt, a set ends up empty, or context is
@@ -42,7 +45,7 @@ def load_benchmarks(
     files = prompt_files(sources)
     sets: dict[str, Benchmark] = {}
     for file in files:
-        rows = list(read_rows(file))
+        rows = list(read_rows(file, reachable=(reachable or {}).get(file)))
         if rows and "prompt_ids" in rows[0]:
             if context_tokens:
                 raise ValueError(f"expected text prompts with a context length; {file} holds token ids. Leave it out.")

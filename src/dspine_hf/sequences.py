@@ -88,7 +88,11 @@ class SequenceCollator:
 
 
 def load_sequences(
-    source: str, tokenizer: Any = None, max_length: int = 2048, thinking: bool | None = None
+    source: str,
+    tokenizer: Any = None,
+    max_length: int = 2048,
+    thinking: bool | None = None,
+    reachable: bool | None = None,
 ) -> list[dict[str, Any]] | Any:
     """Read training rows from a `datasets` folder or name, a JSONL or a Parquet file.
 
@@ -97,11 +101,12 @@ def load_sequences(
         tokenizer: needed for chat messages; its chat template must be the one that the target is used with.
         max_length: rows whose response does not begin at least two tokens before it are left out.
         thinking: passed to the chat template as `enable_thinking`, where given.
+        reachable: as in [`sources.read_rows`].
 
     Raises:
         ValueError: neither form is there, or nothing is left.
     """
-    rows = read_rows(source)
+    rows = read_rows(source, reachable=reachable)
     columns = _columns(rows)
     if {"tokens", "prompt_length"} <= columns:
         kept = [i for i, row in enumerate(rows) if _usable(row, max_length)]

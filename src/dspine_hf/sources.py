@@ -16,19 +16,21 @@ SAVED = ("state.json", "dataset_dict.json")  # one of them is in every folder of
 HUB_SECONDS = 10.0  # how long the Hub may take to say whether it has a data set
 
 
-def read_rows(source: str | Path, split: str = "train") -> Any:
+def read_rows(source: str | Path, split: str = "train", reachable: bool | None = None) -> Any:
     """Rows as a list of dictionaries (JSONL) or as a `datasets.Dataset`.
 
     Args:
         source: a `.jsonl`, `.json` (lines) or `.parquet` file, a folder written by `save_to_disk` or by
             `dspine regenerate`, or a `datasets` name; `name:config` picks a configuration of it.
         split: the split of a data set that has several.
+        reachable: what [`check_source`] has said of this source, which is then not asked for again.
 
     Raises:
         FileNotFoundError: nothing is there, neither here nor on the Hub.
         ValueError: a line is no JSON object, or a file is of another kind.
     """
-    reachable = check_source(source)
+    if reachable is None:
+        reachable = check_source(source)
     path = Path(source).expanduser()
     if path.suffix in LINES:
         return read_jsonl(path)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments, enable_full_determinism
 
 from .blocks import cut_blocks, sample_anchors
 from .features import TargetReader
@@ -160,6 +160,8 @@ class DSpineTrainer(Trainer):
 
     def __init__(self, drafter: nn.Module, target: Any, args: DSpineTrainingArguments, **options: Any):
         self.drafter = drafter
+        if args.full_determinism:  # before the first product on a GPU, which is the next line's
+            enable_full_determinism(args.seed)
         drafter.check_target(target)
         reader = TargetReader(target, drafter.config.target_layer_ids)
         padding = args.max_length if args.compile_drafter else None

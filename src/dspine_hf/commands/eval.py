@@ -66,8 +66,7 @@ def run(
     """Measure a drafter; stopped at any moment, the same command goes on where it was."""
     console = Console(stderr=as_json)
     usable_device(device)
-    for file in prompt_files(prompts):  # before the target is loaded
-        check_source(file)
+    reachable = {file: check_source(file) for file in prompt_files(prompts)}  # before the target is loaded
     pair = load_pair(target, drafter, dtype.torch, device)
     contexts = within_positions(context_length, pair.target.config, max_new_tokens)
     if contexts != context_length:
@@ -77,7 +76,7 @@ def run(
     sets = [
         found
         for context in contexts or (None,)
-        for found in load_benchmarks(prompts, pair.tokenizer, limit, thinking, max_prompt_tokens, context)
+        for found in load_benchmarks(prompts, pair.tokenizer, limit, thinking, max_prompt_tokens, context, reachable)
     ]
     settings: dict[str, Any] = {
         "target": pair.target_name,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from transformers import set_seed
+from transformers import enable_full_determinism, set_seed
 
 from ..loading import check_drafter
 from ..lora import add_lora
@@ -61,17 +61,18 @@ def run(
 
     args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
     console = Console(stderr=True, quiet=args.process_index > 0)
-    set_seed(args.seed)
+    # Before anything is multiplied on a GPU: what this sets in the environment is read at the first product alone.
+    (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
     if drafter is not None:
         check_drafter(drafter)
-    for source in filter(None, (data, eval_data)):  # before the target is loaded, which may take minutes
-        check_source(source)
+    # Before the target is loaded, which may take minutes.
+    reachable = {source: check_source(source) for source in (data, eval_data) if source is not None}
     model, tokenizer = load_quietly(target, target_dtype.torch)
     model = model.to(args.device)
-    rows = load_sequences(data, tokenizer, args.max_length, thinking)
+    rows = load_sequences(data, tokenizer, args.max_length, thinking, reachable[data])
     held_out, split = None, ""
     if eval_data is not None:
-        held_out = load_sequences(eval_data, tokenizer, args.max_length, thinking)
+        held_out = load_sequences(eval_data, tokenizer, args.max_length, thinking, reachable[eval_data])
         split = f"; {len(held_out)} others to evaluate on"
     elif eval_size:
         found = len(rows)
