@@ -1,6 +1,7 @@
 """The recipes behind the figures for SmolLM2: their lists are valid, and they run and resume on a tiny target."""
 
 import contextlib
+import importlib.util
 import json
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from dspine_hf import DSpineConfig, DSpineDraftModel
 from dspine_hf.baselines import BASELINES
@@ -168,8 +170,11 @@ def test_one_command_makes_the_figures_and_names_those_that_it_did_not(tmp_path)
     assert done.returncode == 0, done.stderr + (Path(out) / "commands.log").read_text()
     found = json.loads((Path(out) / "commands.json").read_text())
     assert found["regenerate"]["equal"] == found["regenerate"]["responses"] == 4
-    assert found["train"]["largest_relative_difference"] < 1e-3
+    assert found["train"]["steps"] == 4 and found["train"]["killed"]["killed"]
+    for curve in (found["train"], found["train"]["again"]):
+        assert (curve["same_steps"], curve["largest_relative_difference"]) == (4, 0)
     assert found["eval"]["whole"].keys() == {"seconds", "killed", "0", "1"}
+    assert all(part["same"] for part in found.values()) and not list(Path(out).glob("*.work"))
     made = (Path(out) / "commands.json").stat().st_mtime_ns
     measure[3] = str(tmp_path / "nowhere")
     environment["LIMIT"] = "60"
@@ -182,6 +187,104 @@ def test_one_command_makes_the_figures_and_names_those_that_it_did_not(tmp_path)
     assert done.returncode and "found 'everything'" in done.stderr
     done = subprocess.run(measure[:3], env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode and "found 1 arguments" in done.stderr
+
+
+@pytest.fixture
+def measuring(tmp_path, monkeypatch):
+    """Makes measure_commands.py's figures with a stand-in for `dspine`; returns the runs as (command, way, data).
+
+    Run number `stop` fails; `odd` is the way in which the second step of training has another loss.
+    """
+    for split in ("train", "eval"):
+        (tmp_path / "prompts" / split).mkdir(parents=True)
+        write_jsonl(tmp_path / "prompts" / split / "some.jsonl", [{"turns": ["w1"]}])
+    spec = importlib.util.spec_from_file_location("measure_commands", RECIPE / "measure_commands.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+    def measure(*words: str, stop: int | None = None, odd: str | None = None) -> list[tuple[str, str, str | None]]:
+        made = []
+
+        def run(command, until=None):
+            options = dict(zip(command, command[1:], strict=False))
+            folder = Path(options["--output-dir"])
+            way = folder.parent.name if folder.name == command[0] else folder.name
+            if len(made) == stop:
+                raise SystemExit(f"dspine {command[0]} ended with 1.")
+            made.append((command[0], way, options.get("--data") and Path(options["--data"]).name))
+            assert (until is not None) == (way == "killed") and not folder.exists()
+            folder.mkdir(parents=True)
+            if command[0] == "regenerate":
+                Dataset.from_list([{"tokens": [1, 2]}, {"tokens": [3]}]).save_to_disk(str(folder))
+                (folder / "regenerate.json").touch()
+            elif command[0] == "train":
+                assert "--full-determinism" in command
+                curve = [{"loss": loss} for loss in (4.0, 3.0 if way == odd else 2.0, 1.0)]
+                (folder / "trainer_state.json").write_text(json.dumps({"log_history": curve}))
+            else:
+                found = {"temperatures": {"0": {"mean_acceptance_length": 2.5}}}
+                (folder / "results.json").write_text(json.dumps(found))
+            return {"seconds": 1.0, "killed": way == "killed"}
+
+        monkeypatch.setattr(module, "run", run)
+        inputs = ["--target", "target", "--drafter", "drafter", "--prompts", str(tmp_path / "prompts")]
+        monkeypatch.setattr(sys, "argv", ["", *inputs, "--out", str(tmp_path / "commands.json"), *words])
+        with pytest.raises(SystemExit) if stop is not None else contextlib.nullcontext():
+            module.main()
+        return made
+
+    return measure
+
+
+BOTH = ("whole", "killed")
+REGENERATED = [("regenerate", way, None) for way in BOTH]
+EVALUATED = [("eval", way, None) for way in BOTH]
+
+
+def test_commands_go_on_with_the_run_that_is_missing(tmp_path, measuring):
+    trained = [("train", way, "regenerate") for way in (*BOTH, "again")]
+    assert measuring(stop=3) == [*REGENERATED, trained[0]]
+    found = json.loads((tmp_path / "commands.json").read_text())
+    assert found["regenerate"]["equal"] == found["regenerate"]["responses"] == 2
+    assert found["train"].keys() == {"whole"}
+    assert measuring(stop=3, odd="killed") == [*trained[1:], EVALUATED[0]]
+    found = json.loads((tmp_path / "commands.json").read_text())
+    assert (found["train"]["same_steps"], found["train"]["largest_relative_difference"]) == (1, 0.5)
+    assert found["train"]["again"]["same_steps"] == found["train"]["steps"] == 3
+    assert not found["train"]["same"] and (tmp_path / "commands.work").is_dir()
+    assert measuring() == EVALUATED[1:]
+    assert not (tmp_path / "commands.work").exists()
+    assert measuring() == []
+
+
+def test_parts_of_the_commands_need_no_others(tmp_path, measuring):
+    data, trained = ("regenerate", "data", None), [("train", way, "data") for way in (*BOTH, "again")]
+    assert measuring("--parts", "eval") == EVALUATED
+    assert measuring("--parts", "train", stop=2) == [data, trained[0]]
+    assert measuring(odd="again") == [*REGENERATED, *trained[1:]]  # on what the first run was trained on
+    found = json.loads((tmp_path / "commands.json").read_text())
+    assert found["train"]["same"] and found["train"]["again"]["largest_relative_difference"] == 0.5
+    (tmp_path / "commands.json").unlink()
+    (tmp_path / "commands.work" / "data").mkdir(parents=True)  # of a run whose figures are gone
+    assert measuring("--parts", "train") == [data, *trained]
+
+
+def test_the_script_of_the_figures_names_those_of_some_commands_apart(tmp_path):
+    command, environment = command_in(tmp_path)
+    fake, log = tmp_path / "python", tmp_path / "log.jsonl"
+    fake.write_text(INTERPRETER.format(python=sys.executable, log=log))
+    fake.chmod(0o755)
+    environment |= {"PYTHON": str(fake), "COMMANDS": "train eval"}
+    measure = ["bash", str(RECIPE / "measure.sh"), command[2], "drafter", *command[3:], "commands"]
+    subprocess.run(measure, env=environment, capture_output=True, timeout=60)
+    words = json.loads(log.read_text().splitlines()[-1])
+    assert words[words.index("--parts") + 1 :] == [
+        "train",
+        "eval",
+        "--tiny",
+        "--out",
+        f"{command[-1]}/commands-train-eval.part",
+    ]
 
 
 def test_figures_of_kernels_and_of_two_processes_are_made_on_a_cpu(tmp_path):

@@ -5,9 +5,10 @@
 #
 # prompts/ holds train/*.jsonl and eval/*.jsonl as for run.sh. Parts, in this order where none is named: kernels, passes,
 # decode (tokens per second, trees too), large (a training step at Qwen3-8B's shapes), commands (regenerate, train and
-# eval, each killed once and given again), pair (two GPUs: the same loss, resuming, a split target; it trains on what
-# run.sh wrote, out/train.npz or SEQUENCES=FILE).
-# A figure that takes longer than LIMIT=300 seconds (pair: thrice that) is left out. On two CPU cores: TINY=1.
+# eval, each killed once and given again; COMMANDS="train eval": these alone), pair (two GPUs: the same loss, resuming, a
+# split target; it trains on what run.sh wrote, out/train.npz or SEQUENCES=FILE).
+# A figure that takes longer than LIMIT=300 seconds (pair: thrice that) is left out; commands goes on from its last whole
+# run when given again. On two CPU cores: TINY=1.
 set -uo pipefail
 (($# >= 4)) || {
     echo "expected a target, a drafter, a folder of prompts and one for the figures; found $# arguments. See the head of $0." >&2
@@ -70,7 +71,11 @@ for part in "${parts[@]}"; do
         figure large "$python" "$examples/dry_run.py" "${shape[@]}" --training '{"distill":0.7,"optim_drafter":"muon"}' \
             --config '{"block_size":16,"injection_placement":"mlp","rewrite_layers":4}'
         ;;
-    commands) figure commands "$python" "$here/measure_commands.py" --target "$folder" --drafter "$drafter" --prompts "$prompts" ${TINY:+--tiny} ;;
+    commands)
+        read -ra some <<<"${COMMANDS:-}"
+        figure "commands${COMMANDS:+-${COMMANDS// /-}}" "$python" "$here/measure_commands.py" --target "$folder" --drafter "$drafter" \
+            --prompts "$prompts" ${some:+--parts "${some[@]}"} ${TINY:+--tiny}
+        ;;
     pair) LIMIT=$((3 * ${LIMIT:-300})) figure pair "$python" "$here/measure_pair.py" --target "$folder" --drafter "$drafter" --sequences "${SEQUENCES:-$out/train.npz}" ${TINY:+--tiny} ;;
     *) echo "expected parts among kernels, passes, decode, large, commands and pair; found '$part'." >&2 && exit 1 ;;
     esac
