@@ -187,6 +187,8 @@ def check_corners(
             for dtype, most in TOLERANCE.items():
                 if options.few and dtype is not options.dtype:
                     continue
+                if options.device == "cpu" and dtype is torch.bfloat16:
+                    most *= 2  # the interpreter cuts off where a GPU rounds
                 error = check(op, fused, replace(base, **corner), dtype, options.device, options.guard)
                 found.append({"operation": op, "dtype": str(dtype), **corner, "error": error, "passed": error <= most})
     return found

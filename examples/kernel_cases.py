@@ -46,6 +46,8 @@ CORNERS = {
     "batch": (1, 64),
     "V": (49152, 151936),
     "nodes": (0, 63),
+    "heads": (9, 32),
+    "head_dim": (64, 128),
 }
 TINY_CORNERS = {
     "d": (24, 72),
@@ -55,8 +57,13 @@ TINY_CORNERS = {
     "batch": (1, 2),
     "V": (61, 300),
     "nodes": (0, 9),
+    "heads": (3, 4),
+    "head_dim": (16, 24),
 }
 USES = {
+    "rms_norm": ("d", "B", "batch"),
+    "rotated_heads": ("B", "batch", "heads", "head_dim"),
+    "swiglu": ("d", "B", "batch"),
     "gated_injection": ("d", "r", "B", "batch"),
     "topk": ("K", "B", "batch", "V"),
     "pair_write": ("d", "r", "B", "K", "batch"),
@@ -80,6 +87,14 @@ def arguments(op: str, p: Shape, dtype: torch.dtype, head: torch.Tensor | None, 
 
     n, d, r, m = p.batch, p.d, p.r, max(p.B - 2, 1)
     w, small = drawn(d, scale=0.3) + 1, d**-0.5
+    if op == "rms_norm":
+        return [drawn(n, p.B, d), w, 1e-6]
+    if op == "rotated_heads":
+        turn = torch.randn(n, p.B, p.head_dim // 2, device=device).repeat(1, 1, 2) * 100
+        x, w = drawn(n, p.B, p.heads * p.head_dim), drawn(p.head_dim, scale=0.3) + 1
+        return [x, w, 1e-6, turn.cos().to(dtype), turn.sin().to(dtype)]
+    if op == "swiglu":
+        return [drawn(n, p.B, 3 * d), drawn(n, p.B, 3 * d)]
     A, B, b, U = drawn(r, d, scale=small), drawn(r, r, scale=r**-0.5), drawn(r), drawn(d, r, scale=r**-0.5)
     ids = torch.randint(p.V if head is None else len(head), (n, p.B - 1, p.K), device=device)
     if op == "gated_injection":

@@ -110,10 +110,16 @@ def test_fused_drafts_are_the_eager_ones(options, ran):
     assert not ran
     same_drafts(draft(drafter, target, fused=True, batch=2), expected, FP32)
     conditioned = config.selection == "transition" and config.block_size > 2
+    layers, chains, again = config.num_hidden_layers, config.chain_passes, config.rewrite_layers
+    runs = 1 + chains if conditioned else 0  # of the rewritten layers
+    writes = again + (config.injection_placement == "mlp")  # which feed_forward follows or precedes
     wanted = {
-        "gated_injection": sum(config.injects(layer) for layer in range(config.num_hidden_layers)),
-        "topk": 1 + config.chain_passes,
-        "pair_write": (1 + config.rewrite_layers) * (1 + config.chain_passes) if conditioned else 0,
+        "rms_norm": 2 * layers + 1 + chains + runs * (again + writes),
+        "rotated_heads": 2 * layers + runs * again + chains * again,
+        "swiglu": layers + runs * writes,
+        "gated_injection": sum(config.injects(layer) for layer in range(layers)),
+        "topk": 1 + chains,
+        "pair_write": (1 + again) * runs,
         "pair_scores": int(conditioned),
     }
     assert {name: count for name, count in ran.items() if count} == {n: c for n, c in wanted.items() if c}

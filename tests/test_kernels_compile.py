@@ -53,7 +53,7 @@ JITFunction.run = compile_instead
 import dspine_kernels
 from kernel_cases import Shape, arguments
 torch.version.hip = "6.4" if target.backend == "hip" else None
-for name in ("injection", "attention", "linear", "pairs", "tree"):
+for name in ("injection", "attention", "linear", "norms", "pairs", "tree"):
     module = getattr(dspine_kernels, name)
     module.early_launches = lambda device: target.backend == "cuda"
 for operation in {operations!r}:

@@ -7,11 +7,11 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .configuration_dspine import DSpineConfig, spread_layer_ids
-from .layers_dspine import DSpineLayer
+from .layers_dspine import DSpineLayer, normed
 from .losses import LossWeights, token_loss
 from .modeling_dspine import DraftBlock, DSpineDraftModel
 from .objective import SequenceBatch, row_weights, slot_accuracy, teacher_rows
-from .offline_sampled import true_window
+from .ops_dspine import EAGER, Ops
 from .target_dspine import TargetView
 
 
@@ -27,9 +27,9 @@ class EagleLayer(DSpineLayer):
             wide = nn.Linear(2 * d, narrow.out_features, bias=narrow.bias is not None)
             setattr(self.self_attn, name, wide)
 
-    def joined(self, embeds: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def joined(self, embeds: torch.Tensor, features: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """What the attention reads: embeds and features [.., d] -> [.., 2d]."""
-        return torch.cat([self.input_layernorm(embeds), self.hidden_norm(features)], dim=-1)
+        return torch.cat([normed(self.input_layernorm, embeds, ops), normed(self.hidden_norm, features, ops)], dim=-1)
 
 
 class EagleDrafter(DSpineDraftModel):
@@ -78,53 +78,32 @@ class EagleDrafter(DSpineDraftModel):
             Normed states [batch, blocks, B-1, d], and each step's successor [batch, blocks, B-1]: the greedy choice,
             or the token fed at that step when predecessors are given.
         """
-        layer, (batch, blocks), length = self.layers[0], anchors.shape, tokens.shape[1]
-        fused = self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
+        layer, (batch, blocks), length, ops = self.layers[0], anchors.shape, tokens.shape[1], self.ops
+        fused = normed(self.hidden_norm, self.fc(features.to(self.fc.weight.dtype)), ops)
         shifted = torch.cat([torch.zeros_like(fused[:, :1]), fused[:, :-1]], dim=1)  # row i: the feature of i - 1
         places = torch.arange(length, device=tokens.device)
-        context = layer.joined(view.embed(tokens), shifted)
-        keys, values = layer.self_attn.keys_values(context, *self.rotary_emb(context, places.expand(batch, -1)))
+        context = layer.joined(view.embed(tokens), shifted, ops)
+        cos, sin = self.rotary_emb(context, places.expand(batch, -1))
+        keys, values = layer.self_attn.keys_values(context, cos, sin, ops)
         seen = places < anchors.unsqueeze(-1)  # [batch, blocks, length]
         own = torch.eye(blocks, dtype=torch.bool, device=tokens.device).expand(batch, -1, -1)
         state = shifted.gather(1, anchors.unsqueeze(-1).expand(-1, -1, shifted.shape[-1]))
         token, states, chosen = tokens.gather(1, anchors), [], []
         for step in range(self.config.num_draft_slots):
             token = token if predecessors is None else predecessors[..., step]
-            x = layer.joined(view.embed(token), state)
+            x = layer.joined(view.embed(token), state, ops)
             cos, sin = self.rotary_emb(x, anchors + step)
-            k, v = layer.self_attn.keys_values(x, cos, sin)
+            k, v = layer.self_attn.keys_values(x, cos, sin, ops)
             keys, values = torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
             mask = torch.cat([seen, own.repeat(1, 1, step + 1)], dim=-1).unsqueeze(1)
-            state = state + layer.self_attn(layer.self_attn.queries(x, cos, sin), keys, values, mask)
-            state = layer.feed_forward(state)
-            states.append(self.norm(state))
+            q = layer.self_attn.queries(x, cos, sin, ops)
+            state = state + layer.self_attn(q, keys, values, mask)
+            state = layer.feed_forward(state, ops)
+            states.append(normed(self.norm, state, ops))
             if predecessors is None:
                 token = view.logits(states[-1]).argmax(-1)
             chosen.append(token)
         return torch.stack(states, dim=2), torch.stack(chosen, dim=2)
-
-    @torch.no_grad()
-    def draft_from_anchors(
-        self,
-        view: TargetView,
-        features: torch.Tensor,
-        anchors: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Greedy drafts [blocks, B-1]; arguments as in [`offline.draft_from_anchors`], with the sequence's tokens."""
-        if tokens is None:
-            raise ValueError("an EAGLE-3-style drafter reads the context's tokens: pass tokens=.")
-        return self.unroll(view, features, tokens[None], anchors[None])[1][0]
-
-    @torch.no_grad()
-    def draft_log_q(
-        self, view: TargetView, features: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """As [`offline_sampled.draft_log_q`], over the whole vocabulary [blocks, B-1]."""
-        window = true_window(tokens, anchors, self.config.block_size)
-        states, _ = self.unroll(view, features, tokens[None], anchors[None], window[None, :, :-1])
-        return view.logits(states[0]).log_softmax(-1).gather(-1, window[:, 1:].unsqueeze(-1)).squeeze(-1)
 
     def training_loss(
         self,

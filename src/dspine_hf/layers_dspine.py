@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .configuration_dspine import DSpineConfig
 from .ops_dspine import EAGER, Ops, gated_injection
@@ -52,13 +52,15 @@ class DSpineAttention(nn.Module):
         self.q_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(hd, eps=config.rms_norm_eps)
 
-    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """Rotated queries: x [batch, rows, d], cos/sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim]."""
-        return _rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        return ops.rotated_heads(self.q_proj(x), self.q_norm.weight, self.q_norm.variance_epsilon, cos, sin)
 
-    def keys_values(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_values(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Ops = EAGER
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys, and values: each [batch, kv_heads, rows, head_dim]."""
-        keys = _rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos, sin)
+        keys = ops.rotated_heads(self.k_proj(x), self.k_norm.weight, self.k_norm.variance_epsilon, cos, sin)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(
@@ -88,9 +90,9 @@ class DSpineAttention(nn.Module):
         return self.o_proj(out.flatten(2))
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Apply rotary positions: x [batch, rows, heads, head_dim] -> [batch, heads, rows, head_dim]."""
-    return (x * cos.unsqueeze(2) + rotate_half(x) * sin.unsqueeze(2)).transpose(1, 2)
+def normed(norm: Qwen3RMSNorm, x: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
+    """x [.., d] through a norm, by these operations."""
+    return ops.rms_norm(x, norm.weight, norm.variance_epsilon)
 
 
 class DSpineInjection(nn.Module):
@@ -141,16 +143,20 @@ class DSpineLayer(nn.Module):
         self.inner_write = config.injection_placement == "mlp"
         self.self_attn = DSpineAttention(config)
         self.mlp = Qwen3MLP(config)
+        self.swiglu = config.hidden_act in ("silu", "swish")
         self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.injection = DSpineInjection(config) if config.injects(layer_idx) else None
 
-    def feed_forward(self, h: torch.Tensor) -> torch.Tensor:
+    def feed_forward(self, h: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """The SwiGLU half with its residual."""
-        return h + self.mlp(self.post_attention_layernorm(h))
+        x, mlp = normed(self.post_attention_layernorm, h, ops), self.mlp
+        if not self.swiglu:  # another activation
+            return h + mlp(x)
+        return h + mlp.down_proj(ops.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 
     def write(self, h: torch.Tensor, s: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """From the state before the write to the layer's output, with the messages s."""
         assert self.injection is not None, "only a layer with an injection is written to"
         h = self.injection.write(h, s, ops)
-        return self.feed_forward(h) if self.inner_write else h
+        return self.feed_forward(h, ops) if self.inner_write else h

@@ -22,7 +22,7 @@ from .compat_dspine import install_hook
 from .configuration_dspine import DSpineConfig
 from .custom_generate_dspine import generate
 from .generation_dspine import AssistsGenerate
-from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, Limits, ZeroLinear
+from .layers_dspine import DSpineLayer, DSpineRotaryEmbedding, Limits, ZeroLinear, normed
 from .ops_dspine import EAGER, Ops, fused_ops
 from .rewrite_dspine import ChainStates, RewriteState, drafted_chain, rewritten
 from .saving_dspine import replaced_whole, weights_of
@@ -211,10 +211,11 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
             features: the target's hidden states after `target_layer_ids`, concatenated: [batch, rows, len(ids) * d].
             position_ids: their absolute positions [batch, rows].
         """
-        context = self.hidden_norm(self.fc(features.to(self.fc.weight.device, self.fc.weight.dtype)))
+        ops = self.ops
+        context = normed(self.hidden_norm, self.fc(features.to(self.fc.weight.device, self.fc.weight.dtype)), ops)
         cos, sin = self.rotary_emb(context, position_ids.to(context.device))
         for i, layer in enumerate(self.layers):
-            cache.append(i, *layer.self_attn.keys_values(context, cos, sin))
+            cache.append(i, *layer.self_attn.keys_values(context, cos, sin, ops))
         cache.advance(features.shape[1])
 
     # ---- the pass ------------------------------------------------------------------------------------------------
@@ -265,20 +266,21 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         first = self.config.num_hidden_layers - 1 - self.config.rewrite_layers
         h, features, state, keys_values, ops = block_embeds, [], None, [], self.ops
         for i, layer in enumerate(self.layers):
-            x = layer.input_layernorm(h).flatten(1, 2)
-            k, v = past_key_values.join(i, *layer.self_attn.keys_values(x, cos, sin))
+            x = normed(layer.input_layernorm, h, ops).flatten(1, 2)
+            k, v = past_key_values.join(i, *layer.self_attn.keys_values(x, cos, sin, ops))
             if mask is not None and mask.shape[-1] > k.shape[2]:
                 mask = mask[..., -k.shape[2] :]
-            h = h + layer.self_attn(layer.self_attn.queries(x, cos, sin), k, v, mask, limits).view_as(h)
+            q = layer.self_attn.queries(x, cos, sin, ops)
+            h = h + layer.self_attn(q, k, v, mask, limits).view_as(h)
             if not layer.inner_write:
-                h = layer.feed_forward(h)
+                h = layer.feed_forward(h, ops)
             before = h
             if layer.injection is not None:
                 forced = forced_messages[i] if isinstance(forced_messages, list) else forced_messages
                 h, z = layer.injection(h, anchor_features, forced, ops)
                 features.append(z)
             if layer.inner_write:
-                h = layer.feed_forward(h)
+                h = layer.feed_forward(h, ops)
             if i == first:
                 state = before[:, :, 1:]
             elif i > first:
@@ -301,7 +303,7 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         Returns:
             Normed states [batch, blocks, slots, n, d], ready for the head.
         """
-        return self.norm(rewritten(self, state, messages, first_slot, chain))
+        return normed(self.norm, rewritten(self, state, messages, first_slot, chain), self.ops)
 
     @torch.no_grad()
     def draft_block(
@@ -348,7 +350,8 @@ class DSpineDraftModel(AssistsGenerate, DSpinePreTrainedModel):
         kept = num_candidates or self.config.num_candidates
         chained = self.config.chain_passes > 0
         count = kept if noise is None else (num_sampled or self.config.sampling_width) if chained else noise.shape[-1]
-        unary, candidates = view.best(self.norm(out.hidden[:, 0, 1:]), count, self.ops.at(count).topk)
+        states, ops = normed(self.norm, out.hidden[:, 0, 1:], self.ops), self.ops
+        unary, candidates = view.best(states, count, ops.at(count).topk)
         noise = None if noise is None else noise[:, :slots]
         chain = None
         if chained and slots > 1:

@@ -3,7 +3,7 @@
 import importlib
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from types import ModuleType
 
 import torch
@@ -25,6 +25,21 @@ def rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     """RMSNorm with the weight w [d], in the dtype of x: [.., d] -> [.., d]."""
     return w * rms(x, eps).to(x.dtype)
+
+
+def rotated_heads(x: torch.Tensor, w: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Every head's RMSNorm with the weight w [head_dim], and its rotary position.
+
+    Shapes: x [batch, rows, heads * head_dim], cos and sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim].
+    """
+    x, half = rms_norm(x.unflatten(-1, (-1, w.shape[0])), w, eps), w.shape[0] // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).transpose(1, 2)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
 
 
 def predicted_feature(n: torch.Tensor, P: torch.Tensor, eps: float) -> torch.Tensor:
@@ -240,6 +255,9 @@ def verify_attention(
 class Ops:
     """The operations of a draft pass: these eager ones, or the fused ones, which have their names and arguments."""
 
+    rms_norm: Callable = rms_norm
+    rotated_heads: Callable = rotated_heads
+    swiglu: Callable = swiglu
     gated_injection: Callable = gated_injection
     topk: Callable = topk
     pair_write: Callable = pair_write
@@ -267,29 +285,37 @@ class FusedOps(Ops):
 
 
 EAGER = Ops()
-_CHOSEN: dict[tuple, Ops] = {}
+# Under torch.compile, Inductor fuses these with what stands beside them; autocast would give them two dtypes.
+SIMPLE = ("rms_norm", "rotated_heads", "swiglu")
+_CHOSEN: dict[tuple, tuple[Ops, Ops]] = {}  # and the same with the simple ones eager
 
 
 def fused_ops(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Ops:
     """The fused operations for these shapes; the eager ones, with one warning that says why, where they cannot run.
+
+    Inside torch.compile and under autocast, those named in `SIMPLE` are the eager ones.
 
     Args:
         device: type of the drafter's device. dtype: of its weights.
         rank: r, the width of the transfer space. candidates: K.
     """
     chosen = _CHOSEN.get((device, dtype, rank, candidates))  # a look-up, so that torch.compile can follow it
-    return _choose(device, dtype, rank, candidates) if chosen is None else chosen
+    fused, beside_others = _choose(device, dtype, rank, candidates) if chosen is None else chosen
+    if fused is EAGER or not (torch.compiler.is_compiling() or torch.is_autocast_enabled(device)):
+        return fused
+    return beside_others
 
 
-def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Ops:
+def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> tuple[Ops, Ops]:
     kernels, reason = find_kernels()
     if kernels is not None:
         reason = kernels.why_not(device, dtype=dtype, rank=rank, candidates=candidates)
     if kernels is None or reason:
         warnings.warn(f"use_fused_kernels=True: {reason}; the eager operations run.", stacklevel=3)
-        chosen = EAGER
+        chosen: tuple[Ops, Ops] = EAGER, EAGER
     else:
-        chosen = FusedOps(**{op.name: getattr(kernels, op.name) for op in fields(FusedOps)})
+        fused = FusedOps(**{op.name: getattr(kernels, op.name) for op in fields(FusedOps)})
+        chosen = fused, replace(fused, **{name: getattr(EAGER, name) for name in SIMPLE})
     _CHOSEN[device, dtype, rank, candidates] = chosen
     return chosen
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .layers_dspine import Limits
+from .layers_dspine import Limits, normed
 from .transfer_dspine import predecessor_keys
 
 
@@ -91,14 +91,14 @@ def _run(
         limits = None
     more = found if own else chain
     for i, (layer, (k, v)) in enumerate(zip(drafter.layers[first + 1 :], state.keys_values, strict=True)):
-        x = layer.input_layernorm(h).flatten(1, 3)
+        x = normed(layer.input_layernorm, h, ops).flatten(1, 3)
         if own:
-            found.append(layer.self_attn.keys_values(x, cos, sin))
+            found.append(layer.self_attn.keys_values(x, cos, sin, ops))
         if more:
             k, v = (torch.cat(pair, dim=2) for pair in zip((k, v), more[i], strict=True))
-        q = layer.self_attn.queries(x, cos, sin)
+        q = layer.self_attn.queries(x, cos, sin, ops)
         h = h + layer.self_attn(q, k, v, mask, limits).view_as(h)
-        h = layer.write(h if layer.inner_write else layer.feed_forward(h), messages, ops)
+        h = layer.write(h if layer.inner_write else layer.feed_forward(h, ops), messages, ops)
     return h, found
 
 
@@ -171,7 +171,8 @@ def drafted_chain(
         messages = torch.cat([anchor_features.unsqueeze(2), view.phi(tokens[:, :, :-1])], dim=2)
         chain = chain_states(drafter, state, messages)
         count = candidates.shape[-1]
-        found = view.best(drafter.norm(chain.hidden[:, :, 1:]), count, drafter.ops.at(count).topk)
+        states = normed(drafter.norm, chain.hidden[:, :, 1:], drafter.ops)
+        found = view.best(states, count, drafter.ops.at(count).topk)
         scores, candidates = (torch.cat(pair, dim=2) for pair in zip((first[1], first[0]), found, strict=True))
     assert chain is not None, "only drafters with chain_passes draft a chain"
     return Proposal(chain, candidates, scores)

@@ -12,6 +12,7 @@ if not MISSING:
     from .columns import addresses, move_columns
     from .injection import gated_injection
     from .linear import gated_linear, linears
+    from .norms import rms_norm, rotated_heads, swiglu
     from .pairs import pair_scores, pair_write
     from .topk import topk
     from .tree import follow_tree, grow_tree
@@ -19,3 +20,4 @@ if not MISSING:
 
     __all__ += ["gated_injection", "gated_linear", "linears", "pair_scores", "pair_write", "topk"]
     __all__ += ["addresses", "follow_tree", "grow_tree", "move_columns", "verify_attention", "walk_chain"]
+    __all__ += ["rms_norm", "rotated_heads", "swiglu"]
