@@ -16,13 +16,27 @@ import importlib
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
-from kernel_cases import CORNERS, TINY, TINY_CORNERS, USES, Borrowed, Shape, arguments, corners, draft_call, work
+from kernel_cases import (
+    CORNERS,
+    EAGER_TREES,
+    TINY,
+    TINY_CORNERS,
+    USES,
+    Borrowed,
+    Shape,
+    arguments,
+    corners,
+    draft_call,
+    operation,
+    path_scores,
+    work,
+)
 from rich.console import Console
 from rich.table import Table
 
@@ -79,16 +93,21 @@ def check(op: str, fused: Any, p: Shape, dtype: torch.dtype, device: str, guard:
     args, buffers = arguments(op, p, dtype, None, device), []
     if guard:
         args, buffers = (list(column) for column in zip(*map(guarded, args), strict=True))
+    eager, given = operation(EAGER, op), args
+    if op == "move_columns":  # in place
+        given = [a.clone() for a in args]
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what is allocated with NaN
-    outputs = flat(getattr(fused, op)(*args))
+    outputs = flat(operation(fused, op)(*args))
     torch.use_deterministic_algorithms(False)
     if not all(map(untouched, buffers)):
         return float("inf")
     if op in ("topk", "walk_chain"):  # values: indices among equal scores are free, scores are not rounded
-        exact = flat(getattr(EAGER, op)(*args))
+        exact = flat(eager(*args))
         return max(map(distance, outputs, exact)) if op == "walk_chain" else distance(outputs[0], exact[0])
-    exact = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args]
-    return max(map(distance, outputs, flat(getattr(EAGER, op)(*exact))))
+    if op == "grow_tree":
+        return distance(path_scores(*args, *outputs), path_scores(*args, *eager(*args)))
+    exact = [a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in given]
+    return max(map(distance, outputs, flat(eager(*exact))))
 
 
 def timed(calls: list[Any], device: str) -> float:
@@ -126,14 +145,14 @@ def copy_bandwidth(device: str) -> float:
 
 def time_operation(op: str, fused: Any, p: Shape, head: torch.Tensor, bandwidth: float, options: argparse.Namespace):
     """One row of the table, in microseconds."""
-    device, eager = options.device, getattr(EAGER, op)
+    device, eager = options.device, operation(EAGER, op)
     args = arguments(op, p, options.dtype, head, device)
     moved, flops = work(op, p, args, flat(eager(*args)))
     copies = 2 if device == "cpu" else min(64, max(4, int(CACHE_BYTES // moved) + 1))
     sets = [args, *(arguments(op, p, options.dtype, head, device) for _ in range(copies - 1))]
     row = {"operation": op, "bytes": moved, "flops": flops, "floor": moved / bandwidth * 1e6}
-    versions = {"eager": eager, "compiled": None, "fused": getattr(fused, op)}
-    if not options.no_compile:
+    versions = {"eager": eager, "compiled": None, "fused": operation(fused, op)}
+    if not options.no_compile and op not in EAGER_TREES:
         torch._dynamo.reset()
         versions["compiled"] = torch.compile(eager, dynamic=False, backend=options.backend)
     for name, version in versions.items():
@@ -259,12 +278,15 @@ def main() -> None:
     result: dict[str, Any] = {"device": options.device, "torch": torch.__version__, "shape": asdict(p)}
     if options.device == "cuda":
         result["device"] = torch.cuda.get_device_name()
-    names = [op.name for op in fields(Ops) if op.name in chosen]
+    names = [op for op in USES if op in chosen]
     with torch.no_grad():
         result["bandwidth"] = copy_bandwidth(options.device)
         if not options.checks_only:
             head = torch.randn(p.V, p.d, device=options.device, dtype=options.dtype)
-            result["operations"] = [time_operation(n, fused, p, head, result["bandwidth"], options) for n in names]
+            timed_ones = [name for name in names if name != "move_columns"]  # its addresses cannot be captured
+            result["operations"] = [
+                time_operation(name, fused, p, head, result["bandwidth"], options) for name in timed_ones
+            ]
             if "trees" in chosen:
                 result["trees"] = time_trees(fused, p, head, result["bandwidth"], options)
             del head

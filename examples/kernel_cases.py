@@ -3,15 +3,18 @@
 python examples/bench_kernels.py --out kernels.json
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from dspine_hf import DSpineConfig, DSpineDraftModel
+from dspine_hf.fast_tree import Tree, follow, grow
 from dspine_hf.layers_dspine import Limits
-from dspine_hf.ops_dspine import EAGER
+from dspine_hf.ops_dspine import EAGER, FusedOps, Ops
 from dspine_hf.static_cache import Places, RaggedDraftCache
 
 
@@ -70,6 +73,9 @@ USES = {
     "pair_scores": ("d", "B", "K", "batch"),
     "walk_chain": ("B", "K", "batch"),
     "verify_attention": ("B", "batch", "nodes"),
+    "grow_tree": ("B", "K", "batch", "nodes"),
+    "follow_tree": ("batch", "nodes"),
+    "move_columns": ("B", "batch"),
 }
 
 
@@ -109,24 +115,104 @@ def arguments(op: str, p: Shape, dtype: torch.dtype, head: torch.Tensor | None, 
         noise = torch.empty(ids.shape, device=device).exponential_()
         scores = {"dtype": torch.float32, "scale": 3.0}
         return [ids, drawn(n, p.K, **scores), drawn(n, p.B - 2, p.K, p.K, **scores), noise]
+    if op == "grow_tree":  # no token twice in a slot, so that tokens tell paths apart
+        ids = ids // p.K * p.K + torch.arange(p.K, device=device)
+        return [ids, drawn(n, p.K, scale=3.0), drawn(n, p.B - 2, p.K, p.K, scale=3.0), max(p.nodes, 1)]
+    if op == "follow_tree":
+        return drawn_branch(n, 1 + max(p.nodes, 1), device)
+    if op == "move_columns":
+        stores = [drawn(n, p.kv_heads, p.keys, p.head_dim) for _ in range(2)]
+        source = torch.rand(n, 2 * p.B, device=device).argsort(-1)[:, : p.B]
+        return [*stores, source + p.keys - 2 * p.B, torch.arange(p.B, device=device).repeat(n, 1) + p.keys - 2 * p.B]
     start = torch.zeros(n, dtype=torch.int64, device=device)
     q, k, v = (drawn(n, *s, p.head_dim) for s in ((p.heads, p.rows), (p.kv_heads, p.keys), (p.kv_heads, p.keys)))
     if p.nodes:
-        depth, tree = drawn_tree(n, p.rows, device)
+        _, depth, tree = drawn_tree(n, p.rows, device)
         return [q, k, v, start, p.keys - p.rows + depth, None, 0, 0.0, 0, tree]
     limit = torch.arange(p.keys - p.B, p.keys, device=device).expand(n, -1).contiguous()
     return [q, k, v, start, limit]
 
 
-def drawn_tree(batch: int, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Depths `[batch, rows]` and ancestors, as bits of int64 `[batch, rows]`, of random trees: the root is row 0."""
+def drawn_tree(batch: int, rows: int, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Parents, depths and ancestors, as bits of int64, `[batch, rows]` each, of random trees: the root is row 0."""
     parent = (torch.rand(batch, rows, device=device) * torch.arange(rows, device=device)).long()
     depth, tree = torch.zeros_like(parent), torch.ones_like(parent)
     for i in range(1, rows):
         above = parent[:, i : i + 1]
         depth[:, i : i + 1] = depth.gather(1, above) + 1
         tree[:, i : i + 1] = tree.gather(1, above) | (torch.ones_like(above) << i)
-    return depth, tree
+    return parent, depth, tree
+
+
+def drawn_branch(batch: int, rows: int, device: str) -> list[Any]:
+    """Random trees, and the choices of a target that follows each of them to one of its rows."""
+    parent, depth, tree = drawn_tree(batch, rows, device)
+    tokens = torch.randint(1000, (batch, rows), device=device) * rows + torch.arange(rows, device=device)
+    branch = tree.gather(1, torch.randint(rows, (batch, 1), device=device))
+    choice = torch.full_like(tokens, -1)
+    for i in range(1, rows):
+        above, own = parent[:, i : i + 1], tokens[:, i : i + 1]
+        choice.scatter_(1, above, torch.where((branch >> i) & 1 == 1, own, choice.gather(1, above)))
+    return [tokens[:, 1:].contiguous(), parent[:, 1:].contiguous(), depth, tree, choice, rows - 1]
+
+
+def path_scores(
+    candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int, tokens: torch.Tensor,
+    parent: torch.Tensor, depth: torch.Tensor, bits: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """The ascending scores of the paths of a tree `[batch, N]`; NaN of those that its numbers do not describe.
+
+    Arguments and results of `grow_tree`. Of equally likely paths any may be taken, in any order.
+    """
+    (batch, slots, _), one = candidates.shape, torch.ones_like(bits[:, 0])
+    row, total, last = torch.arange(batch, device=tokens.device), torch.zeros(bits.shape).to(bits.device), bits * 0
+    total[:, 0].masked_fill_((depth[:, 0] != 0) | (bits[:, 0] != 1), float("nan"))
+    for i in range(1, bits.shape[1]):
+        above = parent[:, i - 1].clamp(0, i - 1)
+        slot = depth[row, above]
+        here = candidates[row, slot.clamp(0, slots - 1)] == tokens[:, i - 1 : i]
+        table = pairs[row, (slot - 1).clamp(0, slots - 2), last[row, above]]
+        steps = torch.where(slot[:, None] == 0, first, table).float().log_softmax(-1) - 1e-3  # what a step costs
+        last[:, i] = here.int().argmax(-1)
+        total[:, i] = total[row, above] + steps[row, last[:, i]]
+        right = (above == parent[:, i - 1]) & here.any(-1) & (depth[:, i] == slot + 1) & (slot < slots)
+        right &= bits[:, i] == bits[row, above] | (one << i)
+        total[:, i].masked_fill_(~right, float("nan"))
+    return total[:, 1:].sort(-1).values
+
+
+def grown(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Eager `grow_tree`."""
+    tree = grow(*inputs)
+    return tree.tokens, tree.parent, tree.depth, tree.bits
+
+
+def followed(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    """Eager `follow_tree`."""
+    return follow(Tree(*inputs[:4]), *inputs[4:])
+
+
+def moved(
+    keys: torch.Tensor, values: torch.Tensor, source: torch.Tensor, target: torch.Tensor, ops: Any = None
+) -> tuple[torch.Tensor, ...]:
+    """Keys and values whose columns `source` were copied to `target`: in place by fused operations, else in copies."""
+    if ops is not None:
+        ops.move_columns([keys, values], ops.addresses([keys, values]), source, target)
+        return keys, values
+    row, found = torch.arange(len(source), device=source.device)[:, None], (keys.clone(), values.clone())
+    for store, old in zip(found, (keys, values), strict=True):
+        store[row, :, target] = old[row, :, source]
+    return found
+
+
+EAGER_TREES = {"grow_tree": grown, "follow_tree": followed, "move_columns": moved}  # these have no place among `Ops`
+
+
+def operation(ops: Ops, op: str) -> Callable[..., Any]:
+    """The operation of that name among eager or fused ones."""
+    if isinstance(ops, FusedOps):
+        return partial(moved, ops=ops) if op == "move_columns" else getattr(ops, op)
+    return EAGER_TREES[op] if op in EAGER_TREES else getattr(ops, op)
 
 
 def work(op: str, p: Shape, args: list[Any], outputs: list[torch.Tensor]) -> tuple[int, int]:

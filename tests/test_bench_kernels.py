@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dspine_hf import kernels
-from dspine_hf.ops_dspine import EAGER, Ops
+from dspine_hf.ops_dspine import EAGER, FusedOps, Ops, fused_ops
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 pytestmark = pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
@@ -29,12 +29,14 @@ def found(tmp_path_factory):
 
 def test_every_operation_is_checked_in_every_dtype_and_passes(found):
     checked = {(corner["operation"], corner["dtype"]) for corner in found["checks"]}
-    assert len(checked) == 3 * len(fields(Ops))
+    assert {op for op, _ in checked} == {op.name for op in fields(FusedOps)} - {"addresses"}
+    assert len(checked) == 3 * (len(fields(FusedOps)) - 1)
     assert not [corner for corner in found["checks"] if not corner["passed"]]
 
 
 def test_every_operation_is_timed_against_its_floor(found):
-    assert [row["operation"] for row in found["operations"]] == [op.name for op in fields(Ops)]
+    names = {row["operation"] for row in found["operations"]}
+    assert names == {op.name for op in fields(FusedOps)} - {"addresses", "move_columns"}
     for row in found["operations"]:
         assert row["eager"] > 0 and row["fused"] > 0 and row["bytes"] > 0
         assert row["floor"] == pytest.approx(row["bytes"] / found["bandwidth"] * 1e6)
@@ -64,6 +66,32 @@ def test_margins_around_inputs_that_a_kernel_writes_or_reads_are_noticed(monkeyp
     ops = [replace(EAGER, topk=careless), EAGER]
     errors = [bench_kernels.check("topk", o, bench_kernels.TINY, torch.float32, "cpu", guard=True) for o in ops]
     assert errors == [float("inf"), 0.0]
+
+
+def test_trees_that_are_not_the_likeliest_and_columns_that_stay_are_noticed(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import bench_kernels
+
+    fused = fused_ops("cpu", torch.float32, 6, 4)
+    shape = replace(bench_kernels.TINY, B=6, nodes=9, batch=2)
+
+    def another(candidates, first, pairs, nodes):  # a tree of other paths
+        return fused.grow_tree(candidates, -first, pairs, nodes)
+
+    def mixed(*args):  # the parents of another batch row
+        tokens, parent, *rest = fused.grow_tree(*args)
+        return tokens, parent.flip(0), *rest
+
+    wrong = {
+        "grow_tree": [another, mixed],
+        "follow_tree": [lambda *args: fused.follow_tree(*args[:4], args[4].roll(1, 0), args[5])],
+        "move_columns": [lambda *args: None],
+    }
+    for op, versions in wrong.items():
+        assert bench_kernels.check(op, fused, shape, torch.float32, "cpu", guard=True) <= 1e-5
+        for version in versions:
+            error = bench_kernels.check(op, replace(fused, **{op: version}), shape, torch.float32, "cpu")
+            assert not error <= 1e-2, op
 
 
 def test_what_is_printed_names_the_operations(found):
