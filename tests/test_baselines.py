@@ -121,6 +121,8 @@ def test_eagle_drafts_equal_a_loop_that_runs_the_layer_over_the_whole_text_at_ev
     features = hidden_states(target, tokens[None], SHAPES["target_layer_ids"])
     anchors = torch.arange(1, 11)
     drafts = draft_from_anchors(drafter, view, features, anchors, tokens[anchors], tokens)
+    with pytest.raises(ValueError, match="pass tokens="):
+        draft_from_anchors(drafter, view, features, anchors, tokens[anchors])
     for anchor, drafted in zip(anchors.tolist(), drafts.tolist(), strict=True):
         text = tokens[: anchor + 1].tolist()
         known = drafter.hidden_norm(drafter.fc(features[0, :anchor]))

@@ -8,8 +8,8 @@ from drafter_cases import redraw, tiny_target
 from dspine_hf import DSpineDraftModel, offline_texts
 from dspine_hf.baselines import BASELINES
 from dspine_hf.lab import FeatureStore, evaluate_offline
-from dspine_hf.offline import draft_rows, greedy_record, offline_drafts
-from dspine_hf.offline_sampled import expected_record, log_q_rows, sampled_walk, walk_noise
+from dspine_hf.offline import greedy_record, offline_drafts
+from dspine_hf.offline_sampled import expected_record, sampled_walk, walk_noise
 from dspine_hf.offline_texts import texts_drafts, texts_log_q
 
 SHAPES = {"num_hidden_layers": 2, "block_size": 5, "transfer_rank": 6, "num_candidates": 4, "target_layer_ids": [1, 3]}
@@ -25,28 +25,15 @@ KINDS = {
 LENGTHS = [(3, 40), (9, 12), (20, 75), (2, 4), (30, 51)]  # prompt and text; 4: a single anchor
 
 
-class Alone(DSpineDraftModel):
-    """A drafter that knows one sequence at a time."""
-
-    def draft_from_anchors(self, view, features, anchors, anchor_ids, tokens=None):
-        """Greedy drafts [blocks, B-1]."""
-        return draft_rows(self, view, features, anchors[None], anchor_ids[None])[0]
-
-    def draft_log_q(self, view, features, anchors, tokens):
-        """Log-probabilities [blocks, B-1]."""
-        window = torch.stack([tokens[(anchors + i).clamp_max(len(tokens) - 1)] for i in range(5)], dim=-1)
-        return log_q_rows(self, view, features, anchors[None], window[None])[0]
-
-
 def build(name, target):
-    values = {**SHAPES, **KINDS.get(name, {"num_sampled_candidates": None})}
+    values = {**SHAPES, **KINDS[name]}
     torch.manual_seed(2)
     if name in BASELINES:
         drafter = redraw(BASELINES[name](target, None, **values, pair_rank=8), 7)
         if hasattr(drafter, "pair"):
             drafter.pair.B.mul_(8.0)
         return drafter
-    return redraw((Alone if name == "alone" else DSpineDraftModel).for_target(target, **values), 5)
+    return redraw(DSpineDraftModel.for_target(target, **values), 5)
 
 
 def texts_of(target, drafter):
@@ -83,7 +70,7 @@ def alone(drafter, target, store, sampled, end):
     return rows
 
 
-@pytest.mark.parametrize("name", [*KINDS, "alone"])
+@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("most_slots", [1, 4096])
 def test_texts_measured_together_have_the_records_of_each_alone(name, most_slots, monkeypatch):
     monkeypatch.setattr(offline_texts, "FEW_SLOTS", most_slots)

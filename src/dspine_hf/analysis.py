@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from .blocks import Blocks, cut_blocks, run_blocks
 from .features import TargetReader
-from .offline import offline_drafts, walk_rounds
+from .offline import has_own_pass, offline_drafts, walk_rounds
 from .rewrite_dspine import told_states
 
 DEPTHS = (1, 4, 8, 16, 32)
@@ -85,7 +85,7 @@ class DrafterAnalysis:
     """
 
     def __init__(self, drafter: Any, target: Any, anchors: int | None = None, chunk: int = 64):
-        if hasattr(drafter, "draft_from_anchors"):
+        if has_own_pass(drafter):
             raise ValueError(f"expected a DSpine or DFlash drafter; {type(drafter).__name__} has a pass of its own.")
         self.drafter, self.anchors, self.chunk = drafter, anchors, chunk
         self.reader, self.view = TargetReader(target, drafter.config.target_layer_ids), drafter.bind_target(target)

@@ -8,14 +8,12 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import initialization as init
 
-from .blocks import run_blocks
 from .configuration_dspine import DSpineConfig
 from .eagle import EagleDrafter
 from .losses import LossWeights, token_loss
 from .modeling_dspine import DraftBlock, DSpineDraftModel
 from .objective import SequenceBatch, block_states, row_weights, slot_accuracy, teacher_rows
-from .offline import best_chain
-from .offline_sampled import candidate_log_q, true_window
+from .offline_sampled import candidate_log_q
 from .target_dspine import TargetView
 from .transfer_dspine import TransitionCache
 
@@ -104,29 +102,6 @@ class PairDrafter(DSpineDraftModel):
         first = unary[:, 0] + self.pair(hidden[:, 0], anchor_ids.unsqueeze(1), candidates[:, 0]).squeeze(1)
         pairs = unary[:, 1:].unsqueeze(2) + self.pair(hidden[:, 1:], candidates[:, :-1], candidates[:, 1:])
         return candidates, unary, TransitionCache(first, pairs)
-
-    @torch.no_grad()
-    def draft_from_anchors(
-        self,
-        view: TargetView,
-        features: torch.Tensor,
-        anchors: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Greedy drafts [blocks, B-1]; arguments as in [`offline.draft_from_anchors`]."""
-        out = run_blocks(self, view, features, anchors[None], anchor_ids[None])
-        candidates, _, cache = self.scored_candidates(view, self.norm(out.hidden[0, :, 1:]), anchor_ids)
-        return best_chain(candidates, cache)
-
-    @torch.no_grad()
-    def draft_log_q(
-        self, view: TargetView, features: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """As [`offline_sampled.draft_log_q`], over the candidates [blocks, B-1]."""
-        window = true_window(tokens, anchors, self.config.block_size)
-        out = run_blocks(self, view, features, anchors[None], window[None, :, 0])
-        return self.true_log_q(view, self.norm(out.hidden[0, :, 1:]), window)
 
     def true_log_q(self, view: TargetView, hidden: torch.Tensor, window: torch.Tensor) -> torch.Tensor:
         """log q of the true tokens window[:, 1:] given those before them: hidden [n, slots, d] -> [n, slots]."""

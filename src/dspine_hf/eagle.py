@@ -11,7 +11,6 @@ from .layers_dspine import DSpineLayer, normed
 from .losses import LossWeights, token_loss
 from .modeling_dspine import DraftBlock, DSpineDraftModel
 from .objective import SequenceBatch, row_weights, slot_accuracy, teacher_rows
-from .offline_sampled import true_window
 from .ops_dspine import EAGER, Ops
 from .target_dspine import TargetView
 
@@ -105,29 +104,6 @@ class EagleDrafter(DSpineDraftModel):
                 token = view.logits(states[-1]).argmax(-1)
             chosen.append(token)
         return torch.stack(states, dim=2), torch.stack(chosen, dim=2)
-
-    @torch.no_grad()
-    def draft_from_anchors(
-        self,
-        view: TargetView,
-        features: torch.Tensor,
-        anchors: torch.Tensor,
-        anchor_ids: torch.Tensor,
-        tokens: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Greedy drafts [blocks, B-1]; arguments as in [`offline.draft_from_anchors`], with the sequence's tokens."""
-        if tokens is None:
-            raise ValueError("an EAGLE-3-style drafter reads the context's tokens: pass tokens=.")
-        return self.unroll(view, features, tokens[None], anchors[None])[1][0]
-
-    @torch.no_grad()
-    def draft_log_q(
-        self, view: TargetView, features: torch.Tensor, anchors: torch.Tensor, tokens: torch.Tensor
-    ) -> torch.Tensor:
-        """As [`offline_sampled.draft_log_q`], over the whole vocabulary [blocks, B-1]."""
-        window = true_window(tokens, anchors, self.config.block_size)
-        states, _ = self.unroll(view, features, tokens[None], anchors[None], window[None, :, :-1])
-        return view.logits(states[0]).log_softmax(-1).gather(-1, window[:, 1:].unsqueeze(-1)).squeeze(-1)
 
     def training_loss(
         self,

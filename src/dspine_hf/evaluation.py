@@ -10,7 +10,7 @@ import torch
 from .bootstrap import interval
 from .features import TargetReader
 from .objective import block_states
-from .offline import greedy_record, loop_tail_start, offline_drafts
+from .offline import greedy_record, has_own_pass, loop_tail_start, offline_drafts
 from .responses import end_ids
 from .seeds import hash_seed
 
@@ -120,9 +120,9 @@ class Evaluator:
     def forced(self, prompt: list[int], continuation: list[int], read: Any = None) -> Record:
         """How often each slot's best token is the true one, given the true predecessor, over all anchors.
 
-        Drafters with a pass of their own (`draft_from_anchors`) are measured by their greedy drafts alone: no figures.
+        Drafters with a pass of their own are measured by their greedy drafts alone: no figures.
         """
-        if hasattr(self.drafter, "draft_from_anchors") or len(continuation) < 2:
+        if has_own_pass(self.drafter) or len(continuation) < 2:
             return {}
         tokens, features, view = read or self._read(prompt, continuation)
         slots = self.drafter.config.num_draft_slots

@@ -22,7 +22,7 @@ def draft_from_anchors(
     anchor_ids: torch.Tensor,
     tokens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Greedy drafts of one sequence from many anchors at once; a drafter's own `draft_from_anchors` goes first.
+    """Greedy drafts of one sequence from many anchors at once.
 
     Args:
         features: [1, length, len(target_layer_ids) * d]; anchors, anchor_ids: [blocks].
@@ -31,16 +31,13 @@ def draft_from_anchors(
     Returns:
         Drafted tokens [blocks, B-1].
     """
-    own = getattr(drafter, "draft_from_anchors", None)
-    if own is not None:
-        return own(view, features, anchors, anchor_ids, tokens)
-    return draft_rows(drafter, view, features, anchors[None], anchor_ids[None])[0]
+    rows = None if tokens is None else tokens[None]
+    return draft_rows(drafter, view, features, anchors[None], anchor_ids[None], rows)[0]
 
 
-def takes_rows(drafter: DSpineDraftModel) -> bool:
-    """Whether [`draft_rows`] and `offline_sampled.log_q_rows` know a drafter of this kind."""
-    own = hasattr(drafter, "draft_from_anchors") or hasattr(drafter, "draft_log_q")
-    return not own or hasattr(drafter, "scored_candidates") or hasattr(drafter, "unroll")
+def has_own_pass(drafter: DSpineDraftModel) -> bool:
+    """Whether a drafter scores its candidates itself (`scored_candidates`) or goes token by token (`unroll`)."""
+    return hasattr(drafter, "scored_candidates") or hasattr(drafter, "unroll")
 
 
 @torch.no_grad()
@@ -59,6 +56,8 @@ def draft_rows(
         tokens: [rows, length]; only drafters that go token by token (`unroll`) read them.
     """
     if hasattr(drafter, "unroll"):
+        if tokens is None:
+            raise ValueError(f"{type(drafter).__name__} reads the context's tokens: pass tokens=.")
         return drafter.unroll(view, features, tokens, anchors)[1]
     out = run_blocks(drafter, view, features, anchors, anchor_ids)
     hidden = drafter.norm(out.hidden[:, :, 1:])

@@ -12,6 +12,7 @@ import torch
 
 from .blocks import run_blocks
 from .modeling_dspine import DSpineDraftModel
+from .offline import has_own_pass
 from .ops_dspine import topk
 from .rewrite_dspine import RewriteState, drafted_chain
 from .target_dspine import TargetView
@@ -43,18 +44,15 @@ def draft_log_q(
 
     -inf where the true token is no candidate. Where fewer predecessors are cached than candidates are sampled from,
     whether a true one is cached depends on the walk's noise, given that the true tokens came of it: with noise drawn
-    afresh, an expectation over these figures is the loop's. A drafter's own `draft_log_q` goes first.
+    afresh, an expectation over these figures is the loop's.
 
     Args:
         features: the target's states of the sequence [1, length, len(ids) * d]; anchors: [blocks]; tokens: [length].
         noise: exponential variables [blocks, B-1, 1 + S]; None: drawn here. With `chain_passes`: 1 + V.
     """
-    own = getattr(drafter, "draft_log_q", None)
-    if own is not None:
-        return own(view, features, anchors, tokens)
     window = true_window(tokens, anchors, drafter.config.block_size)  # [blocks, B]
     noise = None if noise is None else noise[None]
-    return log_q_rows(drafter, view, features, anchors[None], window[None], noise=noise)[0]
+    return log_q_rows(drafter, view, features, anchors[None], window[None], tokens[None], noise)[0]
 
 
 @torch.no_grad()
@@ -215,7 +213,7 @@ def walk_noise(drafter: DSpineDraftModel, places: int, device: torch.device | st
     """
     config, width = drafter.config, drafter.config.sampling_width
     needed = config.num_candidates < width or config.chain_passes
-    if hasattr(drafter, "draft_log_q") or config.selection == "independent" or not needed:
+    if has_own_pass(drafter) or config.selection == "independent" or not needed:
         return None
     generator = torch.Generator(device).manual_seed(0)
     shape = (NOISE_PLACES, config.num_draft_slots, 1 + (config.vocab_size if config.chain_passes else width))

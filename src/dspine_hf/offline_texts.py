@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from .modeling_dspine import DSpineDraftModel
-from .offline import draft_rows, offline_drafts, takes_rows
-from .offline_sampled import log_q_rows, text_log_q, true_log_p, walk_noise
+from .offline import draft_rows
+from .offline_sampled import log_q_rows, true_log_p, walk_noise
 from .target_dspine import TargetView
 
 GROUP = 16  # anchors a row: more of them attend past more of each other's slots, fewer read the context more often
@@ -88,8 +88,6 @@ def texts_drafts(
         most_slots: of a pass. With V = 49,152 and d = 576, 16,384 take 1.6 GB for the logits (bf16), up to 8 GB for
             pairs of 16 candidates where layers are rewritten. None: 16,384 on a GPU, else 128.
     """
-    if not takes_rows(drafter):
-        return tuple(offline_drafts(drafter, view, *args, chunk=256).cpu() for args in _one_by_one(store))
 
     def run(groups: Groups) -> torch.Tensor:
         return draft_rows(drafter, view, groups.features, groups.anchors, groups.window[..., 0], groups.tokens)
@@ -106,8 +104,6 @@ def texts_log_q(
     16,384 slots take 3.2 GB for each copy of their logits (fp32): two of them at a time, four for drafters that sample
     from the whole vocabulary.
     """
-    if not takes_rows(drafter):
-        return tuple(text_log_q(drafter, view, *args).cpu() for args in _one_by_one(store))
     longest = max((store.lengths - store.prompt_lengths).tolist(), default=0)
     noise = walk_noise(drafter, longest, store.tokens.device)
 
@@ -131,9 +127,3 @@ def texts_log_p(view: TargetView, store: Any, most_rows: int | None = None) -> t
         most_rows = SLOTS.get(device.type, FEW_SLOTS)
     parts = [true_log_p(view, store.final[part - 1], store.tokens[part]) for part in rows.split(most_rows)]
     return torch.cat(parts).cpu().split((store.lengths - store.prompt_lengths).tolist())
-
-
-def _one_by_one(store: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int]]:
-    for i, prompt in enumerate(store.prompt_lengths.tolist()):
-        tokens, features, _ = store.sequence(i)
-        yield features, tokens, prompt
