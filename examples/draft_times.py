@@ -52,7 +52,7 @@ class WeightReads(TorchDispatchMode):
 def work(drafter: Any, draft: Callable[[], torch.Tensor], target: Any) -> tuple[int, int]:
     """The bytes of weights that an eager draft reads, and the MLPs that run one after another."""
     runs: list[Any] = []
-    hooks = [layer.mlp.register_forward_hook(lambda *_: runs.append(None)) for layer in drafter.layers]
+    hooks = [layer.mlp.down_proj.register_forward_hook(lambda *_: runs.append(None)) for layer in drafter.layers]
     with WeightReads(drafter, target) as reads:
         draft()
     for hook in hooks:
