@@ -217,17 +217,33 @@ def test_an_operation_is_one_node_of_a_compiled_graph_and_registered_as_it_behav
 # ---- the eager ones ----------------------------------------------------------------------------------------------
 
 
+def qwen3_heads(norm, x, cos, sin):
+    heads = norm(x.unflatten(-1, (-1, len(norm.weight))))
+    return apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=2)[0].transpose(1, 2)
+
+
+def with_gradients(call, *tensors):
+    """What the call gives, and the gradients of some random weighting of it."""
+    out = call()
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(7)).to(DEVICE)
+    return out, *torch.autograd.grad((out.float() * weights).sum(), tensors)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_eager_operations_are_transformers_own_bit_for_bit(dtype):
+def test_the_eager_operations_and_their_gradients_are_transformers_own_bit_for_bit(dtype):
     config = DSpineConfig(hidden_size=24, intermediate_size=40, vocab_size=61, transfer_rank=6)
-    x, norm, head_norm = drawn(2, 3, 24, dtype=dtype), Qwen3RMSNorm(24, eps=1e-5), Qwen3RMSNorm(8, eps=1e-5)
-    mlp = Qwen3MLP(config).to(DEVICE, dtype)
+    x, mlp = drawn(2, 3, 24, dtype=dtype).requires_grad_(), Qwen3MLP(config).to(DEVICE, dtype)
+    norm, head_norm = (Qwen3RMSNorm(n, eps=1e-5) for n in (24, 8))
     for i, module in enumerate((norm, head_norm)):
         module.weight.data = drawn(len(module.weight), seed=i + 1, dtype=dtype)
-    with torch.no_grad():
-        assert torch.equal(ops_dspine.rms_norm(x, norm.weight, 1e-5), norm(x))
-        heads, (cos, sin) = head_norm(x.unflatten(-1, (-1, 8))), angles(2, 3, 8, dtype)
-        rotated, _ = apply_rotary_pos_emb(heads, heads, cos, sin, unsqueeze_dim=2)
-        found = ops_dspine.rotated_heads(x, head_norm.weight, 1e-5, cos, sin)
-        assert torch.equal(found, rotated.transpose(1, 2))
-        assert torch.equal(mlp.down_proj(ops_dspine.swiglu(mlp.gate_proj(x), mlp.up_proj(x))), mlp(x))
+    w, head_w, (cos, sin) = norm.weight, head_norm.weight, angles(2, 3, 8, dtype)
+    pairs = [
+        (lambda: ops_dspine.rms_norm(x, w, 1e-5), lambda: norm(x), (x, w)),
+        (lambda: ops_dspine.rotated_heads(x, head_w, 1e-5, cos, sin), lambda: qwen3_heads(head_norm, x, cos, sin),
+         (x, head_w)),
+        (lambda: mlp.down_proj(ops_dspine.swiglu(mlp.gate_proj(x), mlp.up_proj(x))), lambda: mlp(x),
+         (x, *mlp.parameters())),
+    ]  # fmt: skip
+    for own, theirs, tensors in pairs:
+        for found, expected in zip(with_gradients(own, *tensors), with_gradients(theirs, *tensors), strict=True):
+            assert torch.equal(found, expected)

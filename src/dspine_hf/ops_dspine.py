@@ -32,9 +32,13 @@ def rotated_heads(x: torch.Tensor, w: torch.Tensor, eps: float, cos: torch.Tenso
 
     Shapes: x [batch, rows, heads * head_dim], cos and sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim].
     """
-    x, half = rms_norm(x.unflatten(-1, (-1, w.shape[0])), w, eps), w.shape[0] // 2
-    turned = torch.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return (x * cos.unsqueeze(2) + turned * sin.unsqueeze(2)).transpose(1, 2)
+    x = rms_norm(x.unflatten(-1, (-1, w.shape[0])), w, eps)
+    return (x * cos.unsqueeze(2) + _half_turned(x) * sin.unsqueeze(2)).transpose(1, 2)
+
+
+def _half_turned(x: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
