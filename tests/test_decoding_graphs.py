@@ -3,6 +3,7 @@
 import functools
 import gc
 import warnings
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -15,6 +16,7 @@ from dspine_hf.fast_tree import Tree
 from dspine_hf.fast_walk import Chain
 from dspine_hf.graphs import Recording, column_bucket, draft_lengths, signature
 from dspine_hf.ops_dspine import EAGER
+from dspine_hf.static_cache import Places, RaggedCache
 from helpers.batch_oracle import batch_oracle, padded
 from helpers.oracle import prompt, small_target
 
@@ -193,3 +195,18 @@ def test_lengths_buckets_and_signatures():
     warper = TopPLogitsWarper(0.9)
     warper.top_p = torch.tensor(0.9)
     assert signature([warper]) is None
+
+
+def test_a_cache_that_nothing_holds_gives_its_memory_back_at_once():
+    cache = RaggedCache(2, 16)
+    cache.places = Places(torch.arange(3).unsqueeze(0), 3, 0)
+    for layer in cache.layers:
+        layer.update(*torch.ones(2, 1, 2, 3, 8).unbind())
+    cache.move(torch.zeros(1, 1, dtype=torch.long), Places(torch.ones(1, 1, dtype=torch.long), 3))
+    rows = [weakref.ref(layer.rows) for layer in cache.layers]
+    gc.disable()  # cycles would only be found by chance
+    try:
+        del cache, layer
+        assert [ref() for ref in rows] == [None, None]
+    finally:
+        gc.enable()

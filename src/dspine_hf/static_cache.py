@@ -85,17 +85,31 @@ class StaticRows:
             self.values.zero_()
 
 
+class Pass:
+    """Where the rows of the pass that runs go. The layers of a cache share one: if they knew their cache instead, a
+    freed cache would keep its memory until Python looks for cycles."""
+
+    def __init__(self) -> None:
+        self.places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
+
+
 class RaggedLayer(CacheLayerMixin):
-    """One layer of a target's cache. Sliding layers keep every row too: their window is in the mask."""
+    """
+    One layer of a target's cache. Sliding layers keep every row too: their window is in the mask.
+
+    Args:
+        current: where rows go.
+        capacity: columns.
+    """
 
     is_compileable = False
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, cache: "RaggedCache"):
+    def __init__(self, current: Pass, capacity: int):
         super().__init__()
-        self._cache = cache
-        self.rows = StaticRows(cache.capacity)
+        self._pass, self._capacity = current, capacity
+        self.rows = StaticRows(capacity)
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.is_initialized = True
@@ -105,22 +119,22 @@ class RaggedLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Writes the pass's rows; returns all columns that attention looks at."""
         self.is_initialized = True
-        places = self._cache.places
+        places = self._pass.places
         self.rows.put(key_states, value_states, places)
         self.keys, self.values = (t[:, :, : places.columns] for t in (self.rows.keys, self.rows.values))
         return self.keys, self.values
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cache.places.columns, 0
+        return self._pass.places.columns, 0
 
     def get_seq_length(self) -> int:
-        return self._cache.places.first or 0
+        return self._pass.places.first or 0
 
     def get_max_length(self) -> int:
-        return self._cache.capacity
+        return self._capacity
 
     def get_max_cache_shape(self) -> int:
-        return self._cache.capacity
+        return self._capacity
 
 
 class RaggedCache(Cache):
@@ -133,10 +147,18 @@ class RaggedCache(Cache):
     """
 
     def __init__(self, num_layers: int, capacity: int):
-        self.capacity = capacity
-        self.places: Places = Places(torch.zeros(1, 0, dtype=torch.long), 0, 0)
+        self.capacity, self._pass = capacity, Pass()
         self._groups: list[tuple[list[torch.Tensor], torch.Tensor]] = []
-        super().__init__(layers=[RaggedLayer(self) for _ in range(num_layers)])
+        super().__init__(layers=[RaggedLayer(self._pass, capacity) for _ in range(num_layers)])
+
+    @property
+    def places(self) -> Places:
+        """Where the rows of the pass that runs go."""
+        return self._pass.places
+
+    @places.setter
+    def places(self, places: Places) -> None:
+        self._pass.places = places
 
     def move(self, source: torch.Tensor, places: Places, ops: Ops = EAGER) -> None:
         """Copies columns of every layer, see [`StaticRows.move`]; the fused operations move those of all at once."""
