@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import product, product_options, start_early
 
@@ -175,7 +175,7 @@ def _refuse_shapes(
         )
 
 
-@torch.library.custom_op(add_op_namespace_prefix("verify_attention"), mutates_args=())
+@custom_op("verify_attention", mutates_args=())
 def _verify_attention(
     q: torch.Tensor,
     k: torch.Tensor,

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import early_launches, early_options, next_power_of_2
 from ._tiles import start_early
 
@@ -32,7 +32,7 @@ def _move_kernel(
     tl.store(begin + target[:, None] * WIDTH + at[None, :], kept, mask=mask)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("move_columns"), mutates_args={"stores"})
+@custom_op("move_columns", mutates_args={"stores"})
 def _move_columns(
     stores: list[torch.Tensor], pointers: torch.Tensor, source: torch.Tensor, target: torch.Tensor
 ) -> None:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import MAX_RANK, early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import product, product_options, start_early
 
@@ -178,7 +178,7 @@ def launch_shape(M: int, d: int, r: int, dtype: torch.dtype, device: torch.devic
     return {"splits": splits, "project": project, "gate": gate, "write": write, "pdl": early_launches(device)}
 
 
-@torch.library.custom_op(add_op_namespace_prefix("gated_injection"), mutates_args=())
+@custom_op("gated_injection", mutates_args=())
 def _gated_injection(
     h: torch.Tensor, anchor: torch.Tensor, w: torch.Tensor, P: torch.Tensor, A: torch.Tensor, B: torch.Tensor,
     b: torch.Tensor, U: torch.Tensor, eps: float,

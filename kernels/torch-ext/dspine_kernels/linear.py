@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import fetch_early, product, product_options, start_early
 
@@ -110,9 +110,7 @@ def ahead(weights: list[torch.Tensor], shape: dict[str, Any], pdl: bool) -> int:
     return K // parts // 8 * 8 if sum(W.nbytes for W in weights) <= AHEAD_BYTES else 0
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("linears"), mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor[]"
-)
+@custom_op("linears", mutates_args=(), schema="(Tensor x, Tensor[] weights) -> Tensor[]")
 def _linears(x, weights):
     M, K = x.shape
     outputs = [x.new_empty(M, len(W)) for W in weights]
@@ -133,9 +131,7 @@ def _(x, weights):
     return [x.new_empty(x.shape[0], W.shape[0]) for W in weights]
 
 
-@torch.library.custom_op(
-    add_op_namespace_prefix("gated_linear"), mutates_args=(), schema="(Tensor x, Tensor gate, Tensor up) -> Tensor"
-)
+@custom_op("gated_linear", mutates_args=(), schema="(Tensor x, Tensor gate, Tensor up) -> Tensor")
 def _gated_linear(x, gate, up):
     (M, K), N = x.shape, len(gate)
     out = x.new_empty(M, N)

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import start_early
 
@@ -80,7 +80,7 @@ def _swiglu_kernel(gate_ptr, up_ptr, y_ptr, count, BLOCK: tl.constexpr, PDL: tl.
     tl.store(y_ptr + at, (silu * up).to(dtype), mask=at < count)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rms_norm"), mutates_args=())
+@custom_op("rms_norm", mutates_args=())
 def _rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
     groups, rows, d = x.shape
     out, M, BLOCK_D = x.new_empty(groups, rows, d), groups * rows, next_power_of_2(d)
@@ -98,7 +98,7 @@ def _(x, w, eps):
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("rotated_heads"), mutates_args=())
+@custom_op("rotated_heads", mutates_args=())
 def _rotated_heads(x: torch.Tensor, w: torch.Tensor, eps: float, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     batch, rows, width = x.shape
     head_dim = len(w)
@@ -120,7 +120,7 @@ def _(x, w, eps, cos, sin):
     return x.new_empty(batch, width // w.shape[0], rows, w.shape[0])
 
 
-@torch.library.custom_op(add_op_namespace_prefix("swiglu"), mutates_args=())
+@custom_op("swiglu", mutates_args=())
 def _swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     out, count, BLOCK = gate.new_empty(gate.shape), gate.numel(), 1024
     if count:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import DTYPES, early_launches, early_options, next_power_of_2, refuse_unlike
 from ._tiles import product, product_options, start_early
 
@@ -125,7 +125,7 @@ def _write_tile(M: int, d: int, dtype: torch.dtype) -> tuple[int, int, int]:
     return (32, 64, 4) if M > 16 else (16, 64, 4)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("pair_write"), mutates_args=())
+@custom_op("pair_write", mutates_args=())
 def _pair_write(
     h: torch.Tensor,
     n_weight: torch.Tensor,
@@ -285,7 +285,7 @@ def _scores_sum_kernel(
     tl.store(out_ptr + (slot * P + p)[:, None] * C + c[None, :], logits, mask=inside)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("pair_scores"), mutates_args=())
+@custom_op("pair_scores", mutates_args=())
 def _pair_scores(
     hidden: torch.Tensor,
     norm_weight: torch.Tensor,

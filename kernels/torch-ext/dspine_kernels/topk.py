@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import DTYPES, MAX_K, next_power_of_2
 
 GROUP = 128  # logits
@@ -82,7 +82,7 @@ def _best_kernel(
     tl.store(index_ptr + row * K + k, _indices(best), mask=k < K)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("topk"), mutates_args=())
+@custom_op("topk", mutates_args=())
 def _topk(x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     rows, V = x.shape
     groups, many = triton.cdiv(V, GROUP), 16

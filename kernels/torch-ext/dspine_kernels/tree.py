@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import DTYPES, MAX_K, early_launches, early_options, next_power_of_2, refuse_tables
 from ._tiles import start_early
 from .walk import _finite
@@ -134,7 +134,7 @@ def _follow_kernel(
     tl.store(out_ptr + step, tl.load(choice_ptr + own, mask=behind, other=0), mask=behind)
 
 
-@torch.library.custom_op(add_op_namespace_prefix("grow_tree"), mutates_args=())
+@custom_op("grow_tree", mutates_args=())
 def _grow_tree(
     candidates: torch.Tensor, first: torch.Tensor, pairs: torch.Tensor, nodes: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -199,7 +199,7 @@ def grow_tree(
     return ops.grow_tree(candidates, first, pairs, min(nodes, sum(K**length for length in range(1, slots + 1))))
 
 
-@torch.library.custom_op(add_op_namespace_prefix("follow_tree"), mutates_args=())
+@custom_op("follow_tree", mutates_args=())
 def _follow_tree(
     tokens: torch.Tensor, parent: torch.Tensor, depth: torch.Tensor, bits: torch.Tensor, choice: torch.Tensor,
     slots: int,

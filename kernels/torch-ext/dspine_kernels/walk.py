@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ._ops import add_op_namespace_prefix, ops
+from ._ops import custom_op, ops
 from ._runtime import next_power_of_2, refuse_tables
 
 FLOOR = tl.constexpr(1e30)  # what an infinite score counts as, in place of NaN in the target's distribution
@@ -108,7 +108,7 @@ def _walk_kernel(
         ids = next_ids
 
 
-@torch.library.custom_op(add_op_namespace_prefix("walk_chain"), mutates_args=())
+@custom_op("walk_chain", mutates_args=())
 def _walk_chain(
     candidates: torch.Tensor,
     first: torch.Tensor,
