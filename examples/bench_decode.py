@@ -6,7 +6,8 @@
 At batch 1 the prompts are answered one after another, else in full batches. Ways take turns; the two of transformers
 run once per prompt, the loop's `--repeats` times after one time that does not count. Runs that captured a graph or
 compiled something all the same are named ("unsettled") and left out of the figures. "peak_bytes" is the memory of a
-call like the timed ones with nothing kept from another way, "cache_bytes" what of it are caches. With `--seconds` it
+call like the timed ones with nothing kept from another way, "cache_bytes" what of it are caches, "drafter_bytes" the
+drafter and its table of the tokens' features. With `--seconds` it
 stops in time and writes what it has; the file is written after every case.
 
 Then single passes behind a context: a draft, verifications of 1..16 rows, whole rounds; beside them the floor, the
@@ -31,6 +32,7 @@ import dspine_hf
 from dspine_hf import graphs
 from dspine_hf.compat_dspine import find_cache
 from dspine_hf.fast_call import FastCall, Options
+from dspine_hf.target_dspine import table_of
 
 PLAIN, STATIC = "plain generate()", "loop, no drafter"
 HF_WAYS = (PLAIN, "drafted generate()")
@@ -94,7 +96,7 @@ def ways_of(args, target, drafter, temperature: float) -> dict:
     return {name: way for name, way in ways.items() if name not in args.skip}
 
 
-def memory_of(args, target, run, inputs: dict, calls: int) -> dict:
+def memory_of(args, target, drafter, run, inputs: dict, calls: int) -> dict:
     """Runs a way with nothing kept from other ways, so that it is warm: the memory of the last of the calls."""
     graphs.release(target)
     for _ in range(calls):
@@ -104,7 +106,8 @@ def memory_of(args, target, run, inputs: dict, calls: int) -> dict:
         out = run(**inputs, return_dict_in_generate=True)
     layers = getattr(find_cache(out), "layers", [])  # of transformers' own caches
     own = sum(rows.nbytes for layer in layers for rows in (layer.keys, layer.values))
-    found = {"cache_bytes": graphs.cache_bytes(target) + own}
+    table = table_of(drafter)  # of the tokens' features, which the loop makes once
+    found = {"cache_bytes": graphs.cache_bytes(target) + own, "table_bytes": 0 if table is None else table.nbytes}
     if args.device.startswith("cuda"):
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
     return found
@@ -122,7 +125,7 @@ def decode_all(args, target, drafter, tokenizer, size: int, temperature: float) 
     for name, run in ways.items():
         if time.monotonic() < args.end:
             calls = 1 if name in HF_WAYS else 2  # the first one captures graphs
-            figures[name] |= memory_of(args, target, run, batches[0], calls)
+            figures[name] |= memory_of(args, target, drafter, run, batches[0], calls)
     for repeat in range(-1, args.repeats):
         for number, inputs in enumerate(batches):
             for name, run in ways.items():
@@ -190,8 +193,9 @@ def finish(figures: dict, texts: dict, drafter, greedy: bool) -> None:
                 found[f"same_text_as {other}"] = [sum(same), len(same)]
         if "peak_bytes" in found and "peak_bytes" in figures.get(PLAIN, {}):
             # The drafter is resident while plain generate() runs, but is no part of it.
-            share = 0 if name in (PLAIN, STATIC) else own
-            over = found["peak_bytes"] - figures[PLAIN]["peak_bytes"] + share
+            resident = {way: own + figures[way]["table_bytes"] for way in (name, PLAIN)}
+            share = 0 if name in (PLAIN, STATIC) else resident[name]
+            over = found["peak_bytes"] - resident[name] + share - (figures[PLAIN]["peak_bytes"] - resident[PLAIN])
             found |= {"drafter_bytes": share, "peak_over_plain": over, "bound": share + found["cache_bytes"]}
 
 

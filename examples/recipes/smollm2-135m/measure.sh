@@ -52,17 +52,25 @@ for part in "${parts[@]}"; do
         figure passes "${bench[@]}" --only passes --batches 1 "${size[@]}"
         ;;
     decode)
-        size=(--fused --max-new-tokens 128 --per-set 2 --repeats 2 --hf-batches 2 --trees 15 31 63) batches=(8 32) compiled=(15 31 63) batched=(--trees 15 31)
-        [[ -n ${TINY:-} ]] && size=(--max-new-tokens 4 --per-set 1 --repeats 1 --hf-batches 0 --trees 3) batches=(2) compiled=() batched=(--trees 3)
+        size=(--fused --max-new-tokens 128 --repeats 2) few=(--per-set 2 --hf-batches 0) many=(--per-set 10 --hf-batches 0)
+        trees=(--trees 15 31 63) candidates=(--candidates 8) beside=(--hf-batches 2) batches=(8 32) compiled=(31 63) compiled_batches=(8 32)
+        if [[ -n ${TINY:-} ]]; then
+            size=(--max-new-tokens 4 --repeats 1) few=(--per-set 1 --hf-batches 0) many=("${few[@]}")
+            trees=(--trees 3) candidates=(--candidates 2) beside=() batches=(2) compiled=() compiled_batches=()
+        fi
         bench+=(--target "$folder" --drafter "$drafter" --prompts "$prompts"/eval/*.jsonl --only decode --skip "loop, adaptive" "${size[@]}")
         bench+=(--seconds $((${LIMIT:-300} - 60)))
-        figure decode "${bench[@]}" --batches 1 --temperatures 0
-        figure decode-sampled "${bench[@]}" --batches 1 --temperatures 1
+        figure decode "${bench[@]}" "${few[@]}" --batches 1 --temperatures 0 "${trees[@]}" "${beside[@]}"
+        figure decode-sampled "${bench[@]}" "${few[@]}" --batches 1 --temperatures 1
         for batch in "${batches[@]}"; do
-            figure "decode-batch$batch" "${bench[@]}" --per-set 10 --batches "$batch" --temperatures 0 --hf-batches 0 "${batched[@]}"
+            figure "decode-batch$batch" "${bench[@]}" "${many[@]}" --batches "$batch" --temperatures 0 "${trees[@]}" "${candidates[@]}"
+            figure "decode-batch$batch-sampled" "${bench[@]}" "${many[@]}" --batches "$batch" --temperatures 1
         done
         for tree in "${compiled[@]}"; do # every number of rows is compiled anew, which takes minutes
-            figure "decode-compiled$tree" "${bench[@]}" --batches 1 --temperatures 0 --trees "$tree" --hf-batches 0 --compile fused
+            figure "decode-compiled$tree" "${bench[@]}" "${few[@]}" --batches 1 --temperatures 0 --trees "$tree" --compile fused
+        done
+        for batch in "${compiled_batches[@]}"; do
+            figure "decode-batch$batch-compiled" "${bench[@]}" "${many[@]}" --batches "$batch" --temperatures 0 --trees 31 --compile fused
         done
         ;;
     large)
