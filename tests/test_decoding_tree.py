@@ -274,3 +274,26 @@ def test_what_was_drafted_is_what_the_target_verified(nodes, candidates, size, m
     stats = drafter.generation_stats
     assert (stats.drafted, stats.rounds, max(verified)) == (sum(verified), len(verified), size)
     assert stats.slot_trials[0] == sum(count > 0 for count in verified)
+
+
+@pytest.mark.parametrize("lengths", [(7,), (7, 1, 4)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"context_window": 5}, {"selection": "independent"}], ids=str)
+def test_a_block_is_the_same_whatever_is_verified(lengths, options):
+    """It sees the text and itself: no column of a tree, which may have more rows than the block."""
+    target, texts = small_target(seed=2), [prompt(length, seed=20 + i) for i, length in enumerate(lengths)]
+    drafter, (ids, mask), found = oracle_of(target, texts, **options), padded(texts), []
+    with torch.no_grad():
+        drafter.fc.weight.mul_(8)  # a block that hangs on its context
+    for call in ({}, {"tree_nodes": 24}):
+        drafter.blocks = []
+        dspine_hf.generate(target, drafter, ids, attention_mask=mask, max_new_tokens=20, do_sample=False, **call)
+        blocks = {}
+        for positions, unary, _ in drafter.blocks:  # the first of a position: rows that are done stay where they are
+            for row, position in enumerate(positions):
+                blocks.setdefault((row, position), unary[row])
+        found.append(blocks)
+    chains, trees = found
+    shared = chains.keys() & trees.keys()
+    assert len(shared) > 2 * len(lengths)
+    for place in shared:
+        torch.testing.assert_close(trees[place], chains[place], rtol=1e-4, atol=1e-4)

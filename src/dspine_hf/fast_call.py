@@ -306,7 +306,7 @@ class FastCall:
         drafted = self._replay(lambda graphed: graphed.draft(self._used(ahead)))
         if drafted is not None or (ahead and self.graphed is None):
             return Draft(slots, processors, True, nothing)
-        columns = max(self.lengths) + self._behind
+        columns = max(self.lengths) + self.drafter.config.num_draft_slots  # the last is the block's: it sees them all
         block = rounds.draft(processors if fast else None, columns, self._shared_column())
         if fast:
             return Draft(slots, processors, True, nothing)
