@@ -4,9 +4,11 @@ import collections
 import copy
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
+import types
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -284,6 +286,31 @@ def test_on_the_cpu_the_eager_operations_run_after_one_warning(tmp_path):
     eager, _, seen = remote(tmp_path, SOURCES, absent=["dspine_hf", "kernels"], interpret="0")
     assert eager and len(seen) == 1
     assert "the tensors are on the CPU" in seen[0] or "triton cannot be imported" in seen[0]
+
+
+@interpreted
+@pytest.mark.parametrize("absent", [field.name for field in fields(ops_dspine.FusedOps)])
+def test_an_older_kernel_package_is_named_and_the_eager_operations_run(absent, monkeypatch):
+    older = types.ModuleType("an_older_package")
+    vars(older).update({name: value for name, value in vars(kernels).items() if name not in (absent, "__name__")})
+    monkeypatch.setattr(ops_dspine, "find_kernels", lambda: (older, ""))
+    with pytest.warns(UserWarning) as seen:
+        for _ in range(2):
+            assert ops_dspine.fused_ops("cpu", torch.float32, 6, 4) is ops_dspine.EAGER
+    (warning,) = seen
+    message = f"kernel package an_older_package is too old, it lacks {absent} (update it); the eager operations run"
+    assert message in str(warning.message)
+
+
+@interpreted
+def test_remote_code_with_an_older_kernel_package_warns_once_and_is_eager(tmp_path):
+    package = tmp_path / "old" / "dspine_kernels"
+    shutil.copytree(SOURCES / "dspine_kernels", package)
+    entry = package / "__init__.py"
+    entry.write_text(entry.read_text() + "\ndel rms_norm, move_columns\n")
+    eager, _, seen = remote(tmp_path, package.parent, absent=["dspine_hf", "kernels"])
+    (message,) = seen
+    assert eager and "dspine_kernels is too old, it lacks rms_norm, move_columns (update it)" in message
 
 
 def test_without_triton_the_eager_operations_run_after_one_warning(tmp_path):

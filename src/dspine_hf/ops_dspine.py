@@ -313,7 +313,7 @@ def fused_ops(device: str, dtype: torch.dtype, rank: int, candidates: int) -> Op
 def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> tuple[Ops, Ops]:
     kernels, reason = find_kernels()
     if kernels is not None:
-        reason = kernels.why_not(device, dtype=dtype, rank=rank, candidates=candidates)
+        reason = kernels.why_not(device, dtype=dtype, rank=rank, candidates=candidates) or _lacking(kernels)
     if kernels is None or reason:
         warnings.warn(f"use_fused_kernels=True: {reason}; the eager operations run.", stacklevel=3)
         chosen: tuple[Ops, Ops] = EAGER, EAGER
@@ -322,6 +322,14 @@ def _choose(device: str, dtype: torch.dtype, rank: int, candidates: int) -> tupl
         chosen = fused, replace(fused, **{name: getattr(EAGER, name) for name in SIMPLE})
     _CHOSEN[device, dtype, rank, candidates] = chosen
     return chosen
+
+
+def _lacking(kernels: ModuleType) -> str:
+    """What a kernel package has not that this code calls, as half a sentence; empty where it has everything."""
+    missing = [op.name for op in fields(FusedOps) if not hasattr(kernels, op.name)]
+    if not missing:
+        return ""
+    return f"the kernel package {kernels.__name__} is too old, it lacks {', '.join(missing)} (update it)"
 
 
 def find_kernels() -> tuple[ModuleType | None, str]:
