@@ -141,10 +141,13 @@ class FastCall:
         if self.options.use_graphs is False:
             return False
         able = graphs.can_record(self.target) or self.options.recorder is not graphs.record
+        able = able and not torch.is_autocast_enabled(
+            self.device.type
+        )  # which frees the weights that it has cast when it ends
         if self.options.use_graphs and not able:
             raise ValueError(
                 "use_graphs=True: expected a target on one CUDA device whose rotary table does not depend on the "
-                "length; found another. Leave `use_graphs` unset."
+                "length, outside of autocast; found another. Leave `use_graphs` unset."
             )
         lasting = is_fast(self.processors, self.prompt_length) and graphs.signature(self.processors) is not None
         return able and lasting and (self.options.use_graphs or not graphs.is_uncapturable(self.target))
@@ -193,6 +196,7 @@ class FastCall:
         own = getattr(self.drafter, "ops", EAGER)  # chosen here, where torch.compile does not look
         fused = own is not EAGER
         taps, asked = None, fused if self.options.fused_attention is None else self.options.fused_attention
+        asked = asked and not torch.is_autocast_enabled(self.device.type)  # with two dtypes of queries and values
         ops = fused_ops(self.device.type, self.target.dtype, 1, 1) if asked else EAGER  # not the drafter's
         attend = None if ops.verify_attention is EAGER.verify_attention else ops.verify_attention
         if self.drafter is not None:
