@@ -150,3 +150,51 @@ def test_eager_passes_leave_nothing_to_the_kernels_and_gradients_reach_every_nor
     missing = [name for name, weight in drafter.named_parameters() if weight.grad is None]
     assert missing == ["norm.weight"]  # not in `hidden`
     assert set(ops_dspine.SIMPLE) <= set(dir(ops_dspine.FusedOps))
+
+
+NORMS = ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm", "hidden_norm", "mlp"]
+
+
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=interpreted)])
+@pytest.mark.parametrize("name", NORMS)
+def test_a_module_in_the_place_of_a_norm_or_an_mlp_runs_itself(name, fused):
+    class Doubled(torch.nn.Module):  # as peft wraps a module: neither its weight nor its epsilon is to be seen
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    target = cases.tiny_target()
+    drafter, expected = cases.tiny_drafter(target, rewrite_layers=1), cases.tiny_drafter(target, rewrite_layers=1)
+    with torch.no_grad():
+        for module in list(drafter.modules()):
+            if isinstance(getattr(module, name, None), torch.nn.Module):
+                setattr(module, name, Doubled(getattr(module, name)))
+        for module in expected.modules():
+            if isinstance(getattr(module, name, None), torch.nn.Module):
+                found = getattr(module, name)
+                (found.down_proj if name == "mlp" else found).weight.mul_(2)
+    block, _ = drafted(drafter, target, fused)
+    (same, _), (plain, _) = (
+        drafted(e, target, False) for e in (expected, cases.tiny_drafter(target, rewrite_layers=1))
+    )
+    torch.testing.assert_close(block.unary, same.unary, rtol=5e-5, atol=5e-5)
+    assert not torch.allclose(plain.unary, same.unary, rtol=1e-2, atol=1e-2)
+
+
+def test_norms_that_peft_tunes_are_those_that_draft():
+    peft = pytest.importorskip("peft")
+    target = cases.tiny_target()
+    drafter = cases.tiny_drafter(target)
+    before, _ = drafted(drafter, target, False)
+    names = ["input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"]
+    peft.inject_adapter_in_model(peft.LNTuningConfig(target_modules=names), drafter)
+    tuned = [weight for weight in drafter.parameters() if weight.requires_grad]
+    assert len(tuned) == 4 * drafter.config.num_hidden_layers
+    with torch.no_grad():
+        for weight in tuned:
+            weight.mul_(1.5)
+    after, _ = drafted(drafter, target, False)
+    assert not torch.allclose(before.unary, after.unary, rtol=1e-2, atol=1e-2)

@@ -9,7 +9,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding
 
 from .configuration_dspine import DSpineConfig
-from .ops_dspine import EAGER, Ops, gated_injection
+from .ops_dspine import EAGER, Ops, gated_injection, rotated
 from .transfer_dspine import Fp32Buffers
 
 Weights = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
@@ -54,13 +54,13 @@ class DSpineAttention(nn.Module):
 
     def queries(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """Rotated queries: x [batch, rows, d], cos/sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim]."""
-        return ops.rotated_heads(self.q_proj(x), self.q_norm.weight, self.q_norm.variance_epsilon, cos, sin)
+        return _rotated(self.q_norm, self.q_proj(x), cos, sin, ops)
 
     def keys_values(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Ops = EAGER
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated keys, and values: each [batch, kv_heads, rows, head_dim]."""
-        keys = ops.rotated_heads(self.k_proj(x), self.k_norm.weight, self.k_norm.variance_epsilon, cos, sin)
+        keys = _rotated(self.k_norm, self.k_proj(x), cos, sin, ops)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def forward(
@@ -91,8 +91,17 @@ class DSpineAttention(nn.Module):
 
 
 def normed(norm: Qwen3RMSNorm, x: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
-    """x [.., d] through a norm, by these operations."""
+    """x [.., d] through a norm, by these operations; a module that stands in its place, as peft's do, runs itself."""
+    if type(norm) is not Qwen3RMSNorm:
+        return norm(x)
     return ops.rms_norm(x, norm.weight, norm.variance_epsilon)
+
+
+def _rotated(norm: Qwen3RMSNorm, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """The rotated heads of a projection x [batch, rows, heads * head_dim] behind their norm, see [`normed`]."""
+    if type(norm) is not Qwen3RMSNorm:
+        return rotated(norm(x.unflatten(-1, (-1, cos.shape[-1]))), cos, sin)
+    return ops.rotated_heads(x, norm.weight, norm.variance_epsilon, cos, sin)
 
 
 class DSpineInjection(nn.Module):
@@ -151,7 +160,7 @@ class DSpineLayer(nn.Module):
     def feed_forward(self, h: torch.Tensor, ops: Ops = EAGER) -> torch.Tensor:
         """The SwiGLU half with its residual."""
         x, mlp = normed(self.post_attention_layernorm, h, ops), self.mlp
-        if not self.swiglu:  # another activation
+        if not self.swiglu or type(mlp) is not Qwen3MLP:  # another activation, or what stands in its place
             return h + mlp(x)
         return h + mlp.down_proj(ops.swiglu(mlp.gate_proj(x), mlp.up_proj(x)))
 

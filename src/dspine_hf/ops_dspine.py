@@ -32,7 +32,11 @@ def rotated_heads(x: torch.Tensor, w: torch.Tensor, eps: float, cos: torch.Tenso
 
     Shapes: x [batch, rows, heads * head_dim], cos and sin [batch, rows, head_dim] -> [batch, heads, rows, head_dim].
     """
-    x = rms_norm(x.unflatten(-1, (-1, w.shape[0])), w, eps)
+    return rotated(rms_norm(x.unflatten(-1, (-1, w.shape[0])), w, eps), cos, sin)
+
+
+def rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary positions: x [batch, rows, heads, head_dim], cos and sin as above -> [batch, heads, rows, head_dim]."""
     return (x * cos.unsqueeze(2) + _half_turned(x) * sin.unsqueeze(2)).transpose(1, 2)
 
 
