@@ -180,6 +180,20 @@ def test_attention_is_told_of_trees_whose_rows_fit_into_a_number(nodes, fused, a
 
 
 @pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
+@pytest.mark.parametrize("slots", [64])
+def test_branches_longer_than_a_kernel_moves_are_moved_too(slots):
+    target, texts = small_target(seed=2), [prompt(7, seed=20)]
+    settings = {"injection": "none", "selection": "independent", "num_hidden_layers": 1, "num_candidates": 2}
+    drafter = batch_oracle(target, [], 40, 20.0, block_size=66, **settings)
+    call = {"max_new_tokens": 70, "do_sample": False}
+    plain = target.generate(texts[0], **call)
+    drafter.references, drafter.config.use_fused_kernels = [plain[0].tolist()], True
+    call |= {"tree_nodes": 20, "num_assistant_tokens": slots, "fused_attention": False}
+    assert torch.equal(dspine_hf.generate(target, drafter, texts[0], **call), plain)
+    assert drafter.generation_stats.accepted > 3
+
+
+@pytest.mark.skipif(not kernels.available("cpu"), reason=kernels.why_not("cpu"))
 @pytest.mark.parametrize("name", ["full attention", "mixed windows, no cap"])
 def test_text_is_plain_text_through_the_kernel(name):
     target, texts = TARGETS[name](), [prompt(length, seed=20 + i) for i, length in enumerate((7, 4))]
