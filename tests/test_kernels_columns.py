@@ -1,5 +1,7 @@
 """Columns of all layers moved in one launch: what `StaticRows.move` does layer by layer."""
 
+import copy
+
 import pytest
 import torch
 
@@ -85,6 +87,16 @@ def test_a_cache_moves_them_as_it_does_layer_by_layer(shapes):
     assert sorted(launches) == sorted(2 * [2 * n for n in ([3] if len(set(shapes)) == 1 else [2, 1])])
     for one, other in zip(eager.layers, fused.layers, strict=True):
         assert one.rows.keys.equal(other.rows.keys) and one.rows.values.equal(other.rows.values)
+
+
+def test_a_copy_of_a_cache_moves_its_own_columns():
+    one, ops, (source, target) = filled([(2, 16)] * 2), fused_ops(DEVICE, torch.float32, 16, 4), branch(2, 20, 4)
+    one.move(target, Places(target, 20), ops)  # nothing, but it knows where its stores lie
+    other = copy.deepcopy(one)
+    kept = [layer.rows.keys.clone() for layer in one.layers]
+    other.move(source, Places(target, 20), ops)
+    for layer, copied, before in zip(one.layers, other.layers, kept, strict=True):
+        assert layer.rows.keys.equal(before) and copied.rows.keys.equal(expected(before, source, target))
 
 
 def test_what_does_not_belong_together_is_refused():

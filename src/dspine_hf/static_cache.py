@@ -149,6 +149,7 @@ class RaggedCache(Cache):
     def __init__(self, num_layers: int, capacity: int):
         self.capacity, self._pass = capacity, Pass()
         self._groups: list[tuple[list[torch.Tensor], torch.Tensor]] = []
+        self._grouped = 0  # where the first of the stores lay then
         super().__init__(layers=[RaggedLayer(self._pass, capacity) for _ in range(num_layers)])
 
     @property
@@ -171,14 +172,15 @@ class RaggedCache(Cache):
             ops.move_columns(stores, addresses, source.to(device), places.index.to(device))
 
     def _alike(self, ops: FusedOps) -> list[tuple[list[torch.Tensor], torch.Tensor]]:
-        """The stores by shape, dtype and device, and where they lie: they stay there as long as the cache lives."""
-        if not self._groups:
+        """The stores by shape, dtype and device, and where they lie: they stay there, but those of a copy do not."""
+        if not self._groups or self._groups[0][0][0].data_ptr() != self._grouped:
             groups: dict[tuple, list[torch.Tensor]] = {}
             for rows in (layer.rows for layer in self.layers):
                 for store in (rows.keys, rows.values):
                     if store is not None:
                         groups.setdefault((store.shape, store.dtype, store.device), []).append(store)
             self._groups = [(stores, ops.addresses(stores)) for stores in groups.values()]
+            self._grouped = self._groups[0][0][0].data_ptr() if self._groups else 0
         return self._groups
 
     def clear(self) -> None:
