@@ -76,7 +76,7 @@ def record(run: Callable[[], Any], pool: Any) -> Recording:
 def _forget_workspaces() -> None:
     """Gives the workspaces of cuBLAS back to where they were allocated; it makes new ones when it needs them."""
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-    if forget is not None:
+    if forget is not None and torch.__version__ >= "2.10":  # before, other threads could be looking for theirs
         forget()
 
 
