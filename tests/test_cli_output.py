@@ -14,6 +14,7 @@ from dspine_hf import DSpineDraftModel
 from dspine_hf.cli import app
 from dspine_hf.commands import common
 from dspine_hf.commands.eval import tables
+from dspine_hf.commands.train import parse_arguments
 from dspine_hf.training import DSpineTrainer
 from helpers.tiny_files import random_sequences, save_tiny_target, tiny_chat_target, tiny_tokenizer, write_jsonl
 
@@ -82,6 +83,21 @@ def test_training_says_how_many_are_held_out(folder, tmp_path, monkeypatch):
         result = RUNNER.invoke(app, [*words, *more])
         assert result.exit_code == 7, result.output
         assert said in result.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--eval-steps", "6", "--save-steps=3"], ["--save-strategy", "epoch"], ["--eval_strategy", "no"]],
+    ids=" ".join,
+)
+def test_a_checkpoint_that_nobody_would_evaluate_is_refused_by_the_options_that_were_given(words, tmp_path):
+    said = " ".join(words).replace("=", " ").replace("_", "-")
+    with pytest.raises(ValueError, match=f"--save-steps as a multiple of --eval-steps.* found {said}. ") as caught:
+        parse_arguments([*words, "--use-cpu"], str(tmp_path), True)
+    assert "requires" not in str(caught.value)
+    assert parse_arguments([*words, "--use-cpu"], str(tmp_path), False).save_steps  # without an evaluation: as it is
+    with pytest.raises(ValueError, match="requires"):  # who asks for it by name is told of it by name
+        parse_arguments([*words, "--use-cpu", "--load-best-model-at-end", "true"], str(tmp_path), True)
 
 
 NUMBERS = ["12.34", "2345.6", "23456.7", "10.01-12.99", "11.98", "10.00x", "0.66"]

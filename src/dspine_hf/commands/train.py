@@ -104,7 +104,7 @@ def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpi
     """The options that are fields of the training arguments. With an evaluation set, the best checkpoint is kept.
 
     Raises:
-        ValueError: an option is no field.
+        ValueError: an option is no field, or checkpoints would be saved that nobody evaluated.
     """
     from transformers import HfArgumentParser
 
@@ -126,7 +126,18 @@ def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpi
             defaults += ["--save_steps", _value(extra, "eval_steps")]
     else:
         defaults += ["--metric_for_best_model", ""] if "metric_for_best_model" not in names else []
-    args, unknown = parser.parse_args_into_dataclasses([*defaults, *extra], return_remaining_strings=True)
+    try:
+        args, unknown = parser.parse_args_into_dataclasses([*defaults, *extra], return_remaining_strings=True)
+    except ValueError as error:
+        if "load_best_model_at_end" in names or "load_best_model_at_end" not in str(error):
+            raise
+        given = ("eval_strategy", "save_strategy", "eval_steps", "save_steps")
+        found = " ".join(f"--{name.replace('_', '-')} {_value(extra, name)}" for name in given if name in names)
+        raise ValueError(
+            "the best checkpoint is kept, so every one that is saved must be evaluated: expected --save-steps as a "
+            f"multiple of --eval-steps, and the same --eval-strategy and --save-strategy; found {found}. Give one of "
+            "the two steps alone, or --load-best-model-at-end false."
+        ) from error
     if unknown:
         raise ValueError(
             f"expected options of dspine train or of transformers.TrainingArguments; found {' '.join(unknown)}. "
