@@ -1,12 +1,14 @@
 """Unusual and wrong input to the fast loop: the text of plain generate(), or an error before the target runs."""
 
+import warnings
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LogitsProcessorList
 
 import dspine_hf
-from dspine_hf import DSpineDraftModel
+from dspine_hf import DSpineDraftModel, decoding
 from helpers.batch_oracle import batch_oracle, padded
 from helpers.families import family_target
 from helpers.oracle import oracle_for, prompt, small_target
@@ -56,6 +58,7 @@ WRONG = {
     "early exit": (prompt(), {"assistant_early_exit": 2}, "assistant_early_exit=2.*Drop"),
     "several samples": (prompt(), {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2.*Drop"),
     "no cache": (prompt(), {"use_cache": False}, "use_cache=True"),
+    "an unknown way to compile": (prompt(), {"compiled": "fast"}, "compiled='fast': expected True.*\"fused\".*max-auto"),
     "another recipe": (prompt(), {"custom_generate": "someone/recipe"}, "custom_generate.*second argument"),
 }
 
@@ -155,3 +158,16 @@ def test_broken_weights_cost_speed_and_never_text(target, value, options, tmp_pa
     options = {**OPTIONS, "attention_mask": mask, **options}
     plain = target.generate(ids, **options)
     assert torch.equal(dspine_hf.generate(target, drafter, ids, **options), plain)
+
+
+def test_a_tree_beyond_the_kernels_is_warned_of_once_and_none_within():
+    target = small_target()
+    drafter, options = batch_oracle(target), {"max_new_tokens": 4, "do_sample": False}
+    decoding._warn_of_large_trees.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for nodes in (63, 64, 65):
+            dspine_hf.generate(target, drafter, prompt(), tree_nodes=nodes, **options)
+            found = [w for w in caught if "tree_nodes above 63" in str(w.message)]
+            assert len(found) == (nodes > 63)
+    assert found[0].filename == __file__ and "seldom pay" in str(found[0].message)

@@ -1,6 +1,8 @@
 """generate(): the fast decode loop, for batches, over static caches, with one look at the host per round."""
 
 import copy
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 
 from .compat_dspine import CACHE_NAMES, check_layer_types
 from .fast_call import FastCall, Options
+from .fast_tree import BITS
 from .refusals_dspine import refuse_conflicts, refuse_stateful_processors
 from .target_dspine import refuse_unknown_tokens
 
@@ -93,6 +96,9 @@ def generate(
             f"tree_nodes={tree_nodes}: expected a number from 1, with a drafter and without adaptive=True, which cuts "
             "chains. Drop one of them."
         )
+    if tree_nodes is not None and tree_nodes > BITS:
+        _warn_of_large_trees()
+    _refuse_unknown_modes(compiled)
     name = kwargs.get("cache_implementation") or getattr(kwargs.get("generation_config"), "cache_implementation", None)
     if name not in (None, "dynamic", "dynamic_full"):
         raise ValueError(f"cache_implementation={name!r}: the fast loop has a static cache of its own. Drop it.")
@@ -114,6 +120,30 @@ def _refuse_other_assistants(drafter: Any, kwargs: dict[str, Any]) -> None:
         raise TypeError(
             f"expected a DSpine drafter or None as the second argument; found {type(drafter).__name__}. Load one "
             "with AutoModel.from_pretrained."
+        )
+
+
+@functools.cache
+def _warn_of_large_trees() -> None:
+    """Once a process."""
+    warnings.warn(
+        f"tree_nodes above {BITS}: the operations without kernels run, which are slow. Trees of more than some tens of "
+        f"tokens seldom pay; {BITS} or fewer take the kernels.",
+        stacklevel=3,
+    )
+
+
+def _refuse_unknown_modes(compiled: bool | str) -> None:
+    """Raises ValueError for a string that is neither "fused" nor a mode of torch.compile."""
+    if not isinstance(compiled, str) or compiled == "fused":
+        return
+    from torch._inductor import list_mode_options
+
+    modes = list(list_mode_options())
+    if compiled not in modes:
+        raise ValueError(
+            f'compiled={compiled!r}: expected True, False, "fused" or a mode of torch.compile; found none of them. '
+            f"Its modes: {', '.join(modes)}."
         )
 
 
