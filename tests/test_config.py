@@ -6,6 +6,9 @@ import pytest
 import transformers
 
 from dspine_hf import DSpineConfig
+from dspine_hf.cli import app
+from dspine_hf.commands import train
+from dspine_hf.commands.common import parse_fields
 from dspine_hf.configuration_dspine import spread_layer_ids
 
 SMALL = {
@@ -236,3 +239,51 @@ def test_a_config_file_of_before_there_was_a_number_of_sampled_candidates_takes_
     del fields["num_sampled_candidates"]
     path.write_text(json.dumps(fields))
     assert DSpineConfig.from_pretrained(tmp_path).num_sampled_candidates == 256
+
+
+@pytest.mark.parametrize(
+    "words, values",
+    [
+        (["block_size=8", "injection=last"], {"block_size": 8, "injection": "last"}),
+        (["logit_scale=2", "rms_norm_eps=1e-5"], {"logit_scale": 2, "rms_norm_eps": 1e-5}),
+        (["context_window=null", "target_layer_ids=[1, 3]"], {"context_window": None, "target_layer_ids": [1, 3]}),
+        (['rope_parameters={"rope_theta": 5.0}'], {"rope_parameters": {"rope_theta": 5.0}}),
+        (["use_fused_kernels=true"], {"use_fused_kernels": True}),
+    ],
+    ids=str,
+)
+def test_fields_on_the_command_line_are_json_or_words(words, values):
+    assert parse_fields(words) == values
+
+
+@pytest.mark.parametrize(
+    "word, message",
+    [
+        (
+            "block_sze=8",
+            r"found 'block_sze'\. Did you mean 'block_size'\? The fields are: .*, block_size, .*size",
+        ),
+        ("zzz=8", r"found 'zzz'\. The fields are: attention_bias"),
+        ("_auto_class=x", "found '_auto_class'"),
+        ("block_size", "name=value; found 'block_size'"),
+        ("block_size=abc", r"a whole number as --config block_size; found 'abc'"),
+        ("block_size=8.5", "a whole number as --config block_size; found '8.5'"),
+        ("block_size=true", "a whole number as --config block_size; found 'true'"),
+        ("logit_softcap=None", "a number or null as --config logit_softcap; found 'None'"),
+        ("target_layer_ids=[1, x]", r"a list like \[1, 2\] or null as --config target_layer_ids; found '\[1, x\]'"),
+        ('target_layer_ids=["a"]', r"a list like"),
+        ("injection=3", "a word as --config injection; found '3'"),
+        ("use_fused_kernels=True", "true or false as --config use_fused_kernels; found 'True'"),
+    ],
+)
+def test_a_mistyped_field_or_value_is_refused(word, message):
+    with pytest.raises(ValueError, match=message):
+        parse_fields(["num_candidates=4", word])
+
+
+def test_a_mistyped_field_is_refused_before_the_target_is_loaded(monkeypatch, tmp_path):
+    monkeypatch.setattr(train, "load_quietly", lambda *_: pytest.fail("loaded"))
+    with pytest.raises(ValueError, match="Did you mean 'block_size'"):
+        words = ["--data", "x", "--config", "block_sze=8", "--use-cpu", "--output-dir", str(tmp_path / "out")]
+        app(args=["train", *words], standalone_mode=False)
+    assert not (tmp_path / "out").exists()

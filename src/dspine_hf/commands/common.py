@@ -1,14 +1,17 @@
 """What the commands share: their common options, loading target and drafter, and one timed answer."""
 
 import contextlib
+import difflib
 import io
+import json
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin
 
 import torch
 import typer
@@ -16,6 +19,7 @@ from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_ba
 from transformers import PreTrainedModel, TextStreamer
 from transformers.utils import logging
 
+from ..configuration_dspine import DSpineConfig
 from ..decoding import generate
 from ..embedded import TARGET_NAME, embedded_drafter_folder, load_embedded_target
 from ..loading import check_drafter, load_drafter, load_target
@@ -210,3 +214,62 @@ def _without_progress_bars() -> Iterator[None]:
     finally:
         for warning in caught:
             warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
+
+
+def parse_fields(fields: list[str]) -> dict[str, Any]:
+    """The values of --config name=value: JSON where it is JSON, else the word itself.
+
+    Raises:
+        ValueError: a field is not of that form, no field of a DSpineConfig, or its value is of another type.
+    """
+    types = {name: kind for name, kind in DSpineConfig.__annotations__.items() if not name.startswith("_")}
+    values: dict[str, Any] = {}
+    for field in fields:
+        name, equals, text = field.partition("=")
+        if not equals:
+            raise ValueError(f"expected --config name=value; found '{field}'. For example: --config block_size=16.")
+        if name not in types:
+            close = difflib.get_close_matches(name, types, n=1)
+            meant = f" Did you mean '{close[0]}'?" if close else ""
+            raise ValueError(
+                f"expected --config with a field of DSpineConfig; found '{name}'.{meant} "
+                f"The fields are: {', '.join(sorted(types))}."
+            )
+        try:
+            value = json.loads(text)
+        except json.JSONDecodeError:
+            value = text
+        if not _is_of(value, types[name]):
+            raise ValueError(f"expected {_in_words(types[name])} as --config {name}; found '{text}'.")
+        values[name] = value
+    return values
+
+
+KINDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    bool: "true or false",
+    list: "a list like [1, 2]",
+    dict: 'an object like {"rope_theta": 10000}',
+    type(None): "null",
+}
+
+
+def _members(kind: Any) -> tuple[Any, ...]:
+    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    """Whether JSON's `value` is of a type as `int`, `float | None` or `list[int]`; a bool is no number."""
+    if isinstance(kind, UnionType):
+        return any(_is_of(value, member) for member in get_args(kind))
+    if get_origin(kind) is list:
+        return isinstance(value, list) and all(_is_of(item, get_args(kind)[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _in_words(kind: Any) -> str:
+    return " or ".join(KINDS[get_origin(member) or member] for member in _members(kind))

@@ -1,6 +1,5 @@
 """`dspine train`: a drafter for a target, from its own responses; every training argument of Transformers applies."""
 
-import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -8,12 +7,12 @@ import typer
 from rich.console import Console
 from transformers import enable_full_determinism, set_seed
 
-from ..loading import check_drafter
+from ..loading import check_drafter, from_hub
 from ..lora import add_lora
 from ..modeling_dspine import DSpineDraftModel
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
 from ..sources import check_source
-from .common import Dtype, load_quietly
+from .common import Dtype, load_quietly, parse_fields
 
 if TYPE_CHECKING:
     from ..training import DSpineTrainingArguments
@@ -60,6 +59,7 @@ def run(
     from ..training import DSpineTrainer, last_complete_checkpoint
 
     args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
+    fields = parse_fields(config or [])
     console = Console(stderr=True, quiet=args.process_index > 0)
     # Before anything is multiplied on a GPU: what this sets in the environment is read at the first product alone.
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
@@ -79,7 +79,7 @@ def run(
         rows, held_out = split_prompts(rows, eval_size)
         split = f"; {found - len(rows)} more, of {eval_size} prompts, are held out, {len(held_out)} of them greedy"
     counts = token_counts(rows, model.get_output_embeddings().weight.shape[0]) if frequency_space else None
-    start = build_drafter(model, drafter, config or [], counts)
+    start = build_drafter(model, drafter, fields, counts)
     if lora:
         if drafter is None:
             raise ValueError("expected --drafter with the drafter that --lora adapts; found none. Name its folder.")
@@ -147,38 +147,21 @@ def parse_arguments(extra: list[str], output_dir: str, evaluates: bool) -> "DSpi
 
 
 def build_drafter(
-    model: Any, drafter: str | None, fields: list[str], counts: torch.Tensor | None = None
+    model: Any, drafter: str | None, fields: dict[str, Any], counts: torch.Tensor | None = None
 ) -> DSpineDraftModel:
     """A fresh fp32 drafter for `model`, or the one at `drafter`.
 
     Raises:
-        ValueError: a field is not of the form name=value, or fields were given for an existing drafter.
+        ValueError: fields were given for an existing drafter.
     """
     if drafter is not None:
         if fields:
             raise ValueError("expected --config only for a fresh drafter; found --drafter too. Leave one of them out.")
-        loaded = DSpineDraftModel.from_pretrained(drafter, dtype=torch.float32)
+        with from_hub(drafter):
+            loaded = DSpineDraftModel.from_pretrained(drafter, dtype=torch.float32)
         loaded.check_target(model)
         return loaded
-    return DSpineDraftModel.for_target(model, counts, **parse_fields(fields)).float()
-
-
-def parse_fields(fields: list[str]) -> dict[str, Any]:
-    """The values of --config name=value: JSON where it is JSON, else the word itself.
-
-    Raises:
-        ValueError: a field is not of that form.
-    """
-    values: dict[str, Any] = {}
-    for field in fields:
-        name, equals, value = field.partition("=")
-        if not equals:
-            raise ValueError(f"expected --config name=value; found '{field}'. For example: --config block_size=16.")
-        try:
-            values[name] = json.loads(value)
-        except json.JSONDecodeError:
-            values[name] = value
-    return values
+    return DSpineDraftModel.for_target(model, counts, **fields).float()
 
 
 def _value(words: list[str], name: str) -> str:
