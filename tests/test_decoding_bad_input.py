@@ -58,7 +58,7 @@ WRONG = {
     "early exit": (prompt(), {"assistant_early_exit": 2}, "assistant_early_exit=2.*Drop"),
     "several samples": (prompt(), {"num_return_sequences": 2, "do_sample": True}, "num_return_sequences=2.*Drop"),
     "no cache": (prompt(), {"use_cache": False}, "use_cache=True"),
-    "an unknown way to compile": (prompt(), {"compiled": "fast"}, "compiled='fast': expected True.*\"fused\".*max-auto"),
+    "an unknown mode": (prompt(), {"compiled": "fast"}, 'compiled=.fast.: expected True.*"fused".*max-autotune'),
     "another recipe": (prompt(), {"custom_generate": "someone/recipe"}, "custom_generate.*second argument"),
 }
 

@@ -127,8 +127,8 @@ def _refuse_other_assistants(drafter: Any, kwargs: dict[str, Any]) -> None:
 def _warn_of_large_trees() -> None:
     """Once a process."""
     warnings.warn(
-        f"tree_nodes above {BITS}: the operations without kernels run, which are slow. Trees of more than some tens of "
-        f"tokens seldom pay; {BITS} or fewer take the kernels.",
+        f"tree_nodes above {BITS}: the operations without kernels run, which are slow. Trees of more than some tens "
+        f"of tokens seldom pay; {BITS} or fewer take the kernels.",
         stacklevel=3,
     )
 
