@@ -266,7 +266,7 @@ ROUTES = (
     ("POST", r"/([^/]+/[^/]+)\.git/info/lfs/objects/batch", _Handler._batch),
     ("PUT", r"/large/(\w+)", _Handler._put),
     ("POST", r"/api/models/([^/]+/[^/]+)/commit/(.+)", _Handler._commit),
-    ("GET", r"/api/models/([^/]+/[^/]+)", _Handler._info),
+    ("GET", r"/api/models/([^/]+(?:/[^/]+)?)", _Handler._info),
     ("GET", r"/api/models/([^/]+/[^/]+)/revision/(.+)", _Handler._info),
     ("GET", r"/api/models/([^/]+/[^/]+)/tree/([^/]+)(/.+)?", _Handler._tree),
     ("GET HEAD", r"/([^/]+/[^/]+)/resolve/([^/]+|refs/pr/\d+)/(.+)", _Handler._resolve),

@@ -5,14 +5,11 @@ from typing import Annotated
 
 import torch
 import typer
-from huggingface_hub import snapshot_download
 from rich.console import Console
 
 from ..convert import convert
-from .common import load_quietly
-from .train import parse_fields
-
-CODE_FREE = ["config.json", "*.safetensors", "*.safetensors.index.json"]
+from ..loading import checkpoint_folder
+from .common import load_quietly, parse_fields
 
 
 def run(
@@ -31,9 +28,7 @@ def run(
     DFlash drafts as before. With --config injection=all, or from DFlash2 and DSpark, what is new writes nothing until
     it is trained: dspine train --drafter OUTPUT_DIR --target ...
     """
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        folder = Path(snapshot_download(source, allow_patterns=CODE_FREE))
+    folder = checkpoint_folder(source, "the checkpoint (a folder or a Hub name)")
     model = None if target is None else load_quietly(target, torch.float32)[0]
     conversion = convert(folder, model, **parse_fields(config or []))
     conversion.drafter.save_pretrained(output_dir)

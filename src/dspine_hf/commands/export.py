@@ -4,11 +4,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from huggingface_hub import snapshot_download
 from rich.console import Console
 
+from ..loading import checkpoint_folder
 from ..serving.export import export
-from .convert import CODE_FREE
 
 
 def run(
@@ -30,11 +29,9 @@ def run(
 
     The launch commands are in the README, section Serving.
     """
-    folder = Path(source).expanduser()
-    if not folder.is_dir():
-        if output_dir is None:
-            raise ValueError(f"'{source}' is no folder here: name one for the result too, dspine export NAME OUTPUT.")
-        folder = Path(snapshot_download(source, allow_patterns=CODE_FREE))
+    if output_dir is None and not Path(source).expanduser().is_dir():
+        raise ValueError(f"'{source}' is no folder here: name one for the result too, dspine export NAME OUTPUT.")
+    folder = checkpoint_folder(source)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     for line in export(folder, output_dir, copy, engine_walk):
         console.print(line)
