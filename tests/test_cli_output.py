@@ -1,5 +1,10 @@
 """What the commands print beside their results: no bars of loading, who is held out, a table that fits."""
 
+import os
+import re
+import subprocess
+import sys
+
 import datasets
 import huggingface_hub.utils
 import pytest
@@ -83,6 +88,21 @@ def test_training_says_how_many_are_held_out(folder, tmp_path, monkeypatch):
         result = RUNNER.invoke(app, [*words, *more])
         assert result.exit_code == 7, result.output
         assert said in result.stderr
+
+
+@pytest.mark.parametrize("loop", [[], ["--fast"]], ids=["generate", "loop"])
+def test_a_warning_of_kernels_is_one_line_before_the_answer(folder, loop):
+    words = ["generate", "--target", folder / "target", "--drafter", folder / "drafter", "--prompt", "w1", "--fused"]
+    words += [*loop, "--max-new-tokens", "4", "--device", "cpu"]
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "LOCAL_KERNELS": ""}
+    command = [sys.executable, "-m", "dspine_hf.cli", *map(str, words)]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    (place,) = [i for i, line in enumerate(lines) if "the eager operations run" in line]
+    assert lines[place].startswith("warning: use_fused_kernels=True: ") and "warnings.warn" not in done.stdout
+    answers = [i for i, line in enumerate(lines) if re.fullmatch(r"(w\d+ ?)+", line)]
+    assert answers and min(answers) > place, done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,12 @@
 """The `dspine` command. Each sub-command is the function `run` of its own module in `dspine_hf.commands`."""
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -34,7 +37,8 @@ def _root() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line. What the user can cure is said in one line on stderr, with exit code 1."""
     try:
-        app(args=arguments)
+        with _plain_warnings():
+            app(args=arguments)
     except (ValueError, OSError, ImportError) as error:
         if os.environ.get("DSPINE_DEBUG"):
             raise
@@ -43,6 +47,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         console.print(str(error), markup=False, highlight=False, soft_wrap=True)
         console.print("DSPINE_DEBUG=1 shows where it came from.", style="dim")
         sys.exit(1)
+
+
+@contextlib.contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Inside, a warning to the user is one line, without the source line that it comes from."""
+    before = warnings.formatwarning
+
+    def one_line(message: Any, category: Any, *where: Any, **more: Any) -> str:
+        if category is not UserWarning or os.environ.get("DSPINE_DEBUG"):
+            return before(message, category, *where, **more)
+        return f"warning: {' '.join(str(message).split())}\n"
+
+    warnings.formatwarning = one_line
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 if __name__ == "__main__":

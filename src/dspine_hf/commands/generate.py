@@ -59,6 +59,8 @@ def run(
     notes = Console(stderr=True, quiet=as_json, highlight=False)
     notes.print(f"Loading {target or TARGET_NAME} and its drafter", style="dim", markup=False)
     pair = load_pair(target, drafter, dtype.torch, device, **({"use_fused_kernels": True} if fused else {}))
+    with torch.no_grad():
+        _ = pair.drafter.ops  # chosen here, so that a warning of it comes before the answer
     torch.manual_seed(seed)
     inputs = encode(pair.tokenizer, prompt, pair.target.device, chat)
     result = answer(
