@@ -120,6 +120,12 @@ def test_a_checkpoint_that_nobody_would_evaluate_is_refused_by_the_options_that_
         parse_arguments([*words, "--use-cpu", "--load-best-model-at-end", "true"], str(tmp_path), True)
 
 
+def test_a_command_that_compiles_nothing_imports_no_compiler():
+    code = "import sys, dspine_hf.cli, dspine_hf.eagle; print('torch._inductor.compile_fx' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+
+
 NUMBERS = ["12.34", "2345.6", "23456.7", "10.01-12.99", "11.98", "10.00x", "0.66"]
 
 

@@ -1,5 +1,6 @@
 """An EAGLE-3-style drafter to compare with: one autoregressive layer, trained on its own states."""
 
+import functools
 from typing import Any
 
 import torch
@@ -115,7 +116,7 @@ class EagleDrafter(DSpineDraftModel):
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """The cross-entropy of every step, fed with the true tokens and its own states; only slot weights matter."""
         blocks = batch.cut(self.config.block_size)
-        unroll = _compiled_unroll if compiled else EagleDrafter.unroll
+        unroll = _compiled_unroll() if compiled else EagleDrafter.unroll
         states, _ = unroll(self, view, batch.features, batch.tokens, batch.anchors, blocks.predecessors)
         rows, _ = row_weights(blocks, weights, conditional=False)
         head = view.head_weight
@@ -134,4 +135,7 @@ class EagleDrafter(DSpineDraftModel):
         return loss, {"token_loss": loss.detach(), "conditional_accuracy": slot_accuracy(hits[1], blocks)}
 
 
-_compiled_unroll = torch.compile(EagleDrafter.unroll, dynamic=False)
+@functools.cache
+def _compiled_unroll() -> Any:
+    """Made when it is first asked for: torch.compile imports its backend at once, which takes seconds."""
+    return torch.compile(EagleDrafter.unroll, dynamic=False)

@@ -1,5 +1,6 @@
 """The training loss: unary and conditional cross-entropy through a frozen head, and layer-wise supervision of z."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,7 +156,10 @@ class _ChunkedLoss(torch.autograd.Function):
         return *[None if g is None else g * grad.to(g.dtype) for g in grads], *[None] * 8
 
 
-_compiled_pair_terms = torch.compile(_pair_terms, dynamic=False)
+@functools.cache
+def _compiled_pair_terms() -> Any:
+    """Made when it is first asked for: torch.compile imports its backend at once, which takes seconds."""
+    return torch.compile(_pair_terms, dynamic=False)
 
 
 def token_loss(
@@ -204,7 +208,7 @@ def token_loss(
             raise ValueError("extra= belongs to the conditional stream: pass conditional= too.")
         codes, columns = extra
         conditional = torch.cat([conditional, codes.to(conditional.dtype)], dim=-1)
-    fn = _compiled_pair_terms if compiled else _pair_terms
+    fn = _compiled_pair_terms() if compiled else _pair_terms
     rows = labels.shape[0]
     even = -(-rows // max(1, -(-rows // chunk)))  # pieces of one size, where rows divide
     return _ChunkedLoss.apply(
