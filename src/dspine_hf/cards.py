@@ -1,7 +1,7 @@
 """Model cards: README.md from config.json, results.json and training.json, and the check that it is true."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,10 +74,15 @@ def check_training(training: dict[str, Any]) -> None:
     """Raise ValueError unless every field of training.json that a card needs is there."""
     missing = [name for name in TRAINING_FIELDS if training.get(name) in (None, "", [], {})]
     if missing:
-        described = "; ".join(f"{name} ({TRAINING_FIELDS[name]})" for name in missing)
         raise ValueError(
-            f"expected the facts of the training in training.json; missing: {described}. Write them down."
+            f"expected the facts of the training in training.json; missing: {described(missing)}. Write them into it: "
+            "'dspine train' keeps what was written there."
         )
+
+
+def described(names: Iterable[str]) -> str:
+    """These fields of training.json, and what each of them is."""
+    return "; ".join(f"{name} ({TRAINING_FIELDS[name]})" for name in names)
 
 
 def metadata(repo_id: str, results: dict[str, Any], training: dict[str, Any]) -> ModelCardData:

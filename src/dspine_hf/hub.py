@@ -14,7 +14,7 @@ from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelet
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
-from .cards import PICTURES, card_problems, check_training, render_card
+from .cards import PICTURES, TRAINING_FIELDS, card_problems, check_training, described, render_card
 from .checkpoint import INDEX, check_weights, read_config, read_json
 from .modeling_dspine import DSpineDraftModel
 from .remote_code import RECIPE, shipped_files, with_auto_map
@@ -293,7 +293,9 @@ def _pictures(results: dict[str, Any]) -> dict[str, bytes]:
 
 def _facts(folder: Path, name: str) -> dict[str, Any]:
     if not (folder / name).is_file():
-        cure = f"Run 'dspine eval --drafter {folder} --output-dir {folder}'" if name == RESULTS else "Write it"
+        cure = f"'dspine train' writes it; for a drafter made otherwise, write it with {described(TRAINING_FIELDS)}"
+        if name == RESULTS:
+            cure = f"Run 'dspine eval --drafter {folder} --output-dir {folder}', or copy the file of such a run there"
         raise FileNotFoundError(f"expected {name} in '{folder}'; found none. {cure}: the card is made from it.")
     return read_json(folder / name)
 

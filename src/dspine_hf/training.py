@@ -182,6 +182,11 @@ class DSpineTrainer(Trainer):
         whole = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return WholeBatches(len(dataset), whole, self.args.seed, lambda: self.state.global_step)
 
+    def _run_epoch(self, *args, **kwargs):  # the Trainer would go a step beyond the checkpoint of a finished run
+        if self.state.global_step < self.state.max_steps:
+            return super()._run_epoch(*args, **kwargs)
+        self.control.should_training_stop = True
+
     # ---- one step -----------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
@@ -373,11 +378,16 @@ def _keep_buffers_in_fp32(plugin: Any) -> None:
 
 def last_complete_checkpoint(output_dir: str | Path) -> str | None:
     """The newest checkpoint that was written to its end; None when there is none."""
-    found = sorted(Path(output_dir).glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+    found = sorted(Path(output_dir).glob("checkpoint-*"), key=checkpoint_step)
     for folder in reversed(found):
         if _is_complete(folder):
             return str(folder)
     return None
+
+
+def checkpoint_step(folder: str | Path) -> int:
+    """After how many steps a checkpoint was written."""
+    return int(Path(folder).name.rpartition("-")[2])
 
 
 def _is_complete(folder: Path) -> bool:

@@ -1,5 +1,6 @@
 """`dspine train`: a drafter for a target, from its own responses; every training argument of Transformers applies."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
@@ -7,11 +8,23 @@ import typer
 from rich.console import Console
 from transformers import enable_full_determinism, set_seed
 
+from ..embedded import TARGET_NAME
 from ..loading import check_drafter, from_hub
 from ..lora import add_lora
 from ..modeling_dspine import DSpineDraftModel
+from ..run_record import (
+    RunRecord,
+    config_options,
+    curve_options,
+    given_options,
+    head_digest,
+    name_of,
+    rows_digest,
+    weights_digest,
+)
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
 from ..sources import check_source
+from ..training_facts import hardware, training_facts
 from .common import Dtype, load_quietly, parse_fields
 
 if TYPE_CHECKING:
@@ -56,20 +69,36 @@ def run(
     resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint in --output-dir.")] = True,
 ) -> None:
     """Train a drafter, or go on with it; stopped at any moment, the same command resumes."""
-    from ..training import DSpineTrainer, last_complete_checkpoint
+    from ..training import DSpineTrainer, checkpoint_step, last_complete_checkpoint
 
     args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
     fields = parse_fields(config or [])
     console = Console(stderr=True, quiet=args.process_index > 0)
     # Before anything is multiplied on a GPU: what this sets in the environment is read at the first product alone.
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
+    checkpoint = last_complete_checkpoint(output_dir) if resume else None
+    options = {
+        **curve_options(args),
+        "--target-dtype": target_dtype.value,
+        "--eval-size": 0 if eval_data else eval_size,
+        "--lora": lora,
+        "--frequency-space": frequency_space,
+        "--thinking": thinking,
+    }
+    record = RunRecord(Path(output_dir))
+    begun = last_complete_checkpoint(output_dir) or (resume and (Path(output_dir) / "config.json").is_file())
+    if begun:
+        record.check({**options, **given_options(fields)})
     if drafter is not None:
         check_drafter(drafter)
     # Before the target is loaded, which may take minutes.
     reachable = {source: check_source(source) for source in (data, eval_data) if source is not None}
     model, tokenizer = load_quietly(target, target_dtype.torch)
     model = model.to(args.device)
+    head = model.get_output_embeddings().weight
     rows = load_sequences(data, tokenizer, args.max_length, thinking, reachable[data])
+    options["--target"] = f"{name_of(target or TARGET_NAME)} ({head_digest(head)})"
+    options["--data"] = rows_digest(rows)
     held_out, split = None, ""
     if eval_data is not None:
         held_out = load_sequences(eval_data, tokenizer, args.max_length, thinking, reachable[eval_data])
@@ -78,8 +107,12 @@ def run(
         found = len(rows)
         rows, held_out = split_prompts(rows, eval_size)
         split = f"; {found - len(rows)} more, of {eval_size} prompts, are held out, {len(held_out)} of them greedy"
-    counts = token_counts(rows, model.get_output_embeddings().weight.shape[0]) if frequency_space else None
+    counts = token_counts(rows, head.shape[0]) if frequency_space else None
     start = build_drafter(model, drafter, fields, counts)
+    options["--drafter"] = None if drafter is None else start_name(drafter, output_dir, start)
+    options.update(config_options(start.config))
+    if begun:
+        record.check(options)
     if lora:
         if drafter is None:
             raise ValueError("expected --drafter with the drafter that --lora adapts; found none. Name its folder.")
@@ -91,12 +124,19 @@ def run(
         train_dataset=TokenSequences(rows, args.max_length),
         eval_dataset=None if held_out is None else TokenSequences(held_out, args.max_length),
     )
-    checkpoint = last_complete_checkpoint(output_dir) if resume else None
     resuming = f"; resuming from {checkpoint}" if checkpoint else ""
     console.print(f"{len(rows)} sequences to train on{split}{resuming}", style="dim", soft_wrap=True)
+    # A folder of a run that kept no record goes on without one.
+    recorded = args.process_index == 0 and (checkpoint is None or record.content is not None)
+    if recorded:
+        record.begin(options, 0 if checkpoint is None else checkpoint_step(checkpoint), hardware(args))
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_drafter(output_dir, torch.bfloat16 if args.bf16 else torch.float32)
     trainer.save_state()
+    if recorded:
+        where = record.hardware(trainer.state.global_step)
+        facts = training_facts(args, trainer.state, target, target_dtype.value, data, len(rows), drafter, lora, where)
+        record.publish("training.json", facts)
     console.print(f"The drafter is in {output_dir}. Measure it: dspine eval --drafter {output_dir} ...", style="dim")
 
 
@@ -162,6 +202,13 @@ def build_drafter(
         loaded.check_target(model)
         return loaded
     return DSpineDraftModel.for_target(model, counts, **fields).float()
+
+
+def start_name(drafter: str, output_dir: str, start: DSpineDraftModel) -> str:
+    """What tells the drafter that a run starts from; one in the run's own folder is replaced when the run ends."""
+    if Path(drafter).expanduser().resolve() == Path(output_dir).resolve():
+        return "that in --output-dir"
+    return f"{name_of(drafter)} ({weights_digest(start)})"
 
 
 def _value(words: list[str], name: str) -> str:
