@@ -1,6 +1,6 @@
 """The gated adjacent injection in three launches: project every slot, gate its message, write it.
 
-With n the injection's own norm, m a slot and m - 1 its predecessor in the block (DESIGN.md section 1):
+With n the injection's own norm, m a slot and m - 1 its predecessor in the block (DSpine, arXiv 2609.36173):
 
     project   x_m = [P; A] (w * h_m)    split over columns and over d; the norm's scale per slot is applied afterwards
     gate      z_m = rms(P n), s_m = z_{m-1} or phi(anchor), g_m = sigmoid(A n + B s_m + b) * s_m
