@@ -180,7 +180,7 @@ def pair_write(
     b: torch.Tensor,
     U: torch.Tensor,
 ) -> torch.Tensor:
-    """h + U (sigmoid(A n + B s + b) * s), n = RMSNorm(h), for K alternative messages per slot (DESIGN.md section 1).
+    """h + U (sigmoid(A n + B s + b) * s), n = RMSNorm(h), for K alternative messages per slot.
 
     Args:
         h: slots before the write [rows, slots, d].
