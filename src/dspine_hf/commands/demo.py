@@ -54,7 +54,7 @@ class Trial:
     """One prompt of the demo: timed in the dtype of use, its text compared in float32.
 
     A pass over several tokens rounds differently from a pass over one, so in 16 bits, where the two best tokens are
-    often tied to the last bit, either may win (DESIGN.md section 3). In float32 the texts must be the same.
+    often tied to the last bit, either may win. In float32 the texts must be the same.
     """
 
     prompt: str
