@@ -2,7 +2,7 @@
 
 The hook wraps methods of `GenerationMixin`. Each wrapper asks the assistant, by method and never by class,
 whether it drafts DSpine blocks; everything else goes to the original. So a drafter loaded as remote code is served by
-a hook that the installed package put there, and the other way round (DESIGN.md section 3).
+a hook that the installed package put there, and the other way round.
 """
 
 import copy
