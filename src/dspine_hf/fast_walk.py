@@ -1,7 +1,7 @@
 """The walk of the fast loop: a batch of draft blocks becomes a batch of chains, without a look at the host.
 
 Row-wise warpers and one repetition penalty run on the n candidates of every slot: K, or S when sampling. q stays
-sparse: n probabilities per slot beside the n tokens that they belong to (DESIGN.md section 1).
+sparse: n probabilities per slot beside the n tokens that they belong to.
 """
 
 from dataclasses import dataclass
