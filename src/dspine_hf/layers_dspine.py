@@ -1,4 +1,4 @@
-"""The drafter's layers: Qwen3-style attention and SwiGLU, and the gated adjacent injection (DESIGN.md section 1)."""
+"""The drafter's layers: Qwen3-style attention and SwiGLU, and the gated adjacent injection of arXiv 2609.36173."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
