@@ -12,7 +12,7 @@ GAMMA = {8: 4.0, 10: 5.0, 16: 7.0}
 
 @dataclass
 class LossWeights:
-    """Weights of the loss terms (DESIGN.md section 1).
+    """Weights of the loss terms.
 
     unary, conditional, layer: weights of the unary CE, of the CE given the true predecessor, and of the supervision
         of z at every layer.
