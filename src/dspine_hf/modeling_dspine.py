@@ -1,4 +1,4 @@
-"""DSpineDraftModel: drafts a block of tokens in one pass, conditioning through depth (DESIGN.md section 1)."""
+"""DSpineDraftModel: drafts a block of tokens in one pass, conditioning through depth (arXiv 2609.36173)."""
 
 import inspect
 import os
