@@ -1,4 +1,4 @@
-"""The last writes done again with decided predecessors, and the states of a whole chain (DESIGN.md section 1).
+"""The last writes done again with decided predecessors, and the states of a whole chain.
 
 The rewritten layers run once more for a slot whose predecessor is decided. With `chain_passes` they also attend to the
 states that a drafted chain has in these layers, each slot to those of the slots before it: so a slot knows its whole
