@@ -1,6 +1,6 @@
 """The DSpine drafter on vLLM's layers: a DFlash drafter with injection, whose pair scores decide the draft.
 
-vLLM runs the block with `forward`, which scores all candidate pairs (DESIGN.md section 1). Who walks them is the
+vLLM runs the block with `forward`, which scores all candidate pairs at once. Who walks them is the
 exported folder's choice. By default `compute_logits` does, greedily: a row holds the scores of its slot's candidates
 given the best predecessor, and -inf elsewhere. At T > 0 that is a valid proposal, since vLLM verifies against the row
 it sampled from. In a folder exported with `engine_walk` vLLM does, as for a DFlash2 drafter: `compute_candidates` and
