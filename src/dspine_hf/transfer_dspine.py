@@ -14,7 +14,7 @@ ROWS_AT_ONCE = 8192  # of the embedding in fp64, so that a fit needs little more
 def fit_whitening(
     embedding: torch.Tensor, rank: int, token_weights: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Fit W and c so that W E[v] + c has zero mean and unit covariance over the vocabulary (DESIGN.md section 1).
+    """Fit W and c so that W E[v] + c has zero mean and unit covariance over the vocabulary.
 
     Args:
         embedding: output embedding E [V, d]; any dtype, computed in fp64.
