@@ -6,7 +6,7 @@ walked, so its rows are warped one by one, still on the candidates. Any other pr
 n is the number of candidates a slot: K, or S when sampling.
 
 q is free: rejection sampling keeps the target's distribution whatever q is, as long as the tokens came from it
-(DESIGN.md section 1).
+(Leviathan et al., arXiv 2211.17192).
 """
 
 import math
