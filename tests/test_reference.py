@@ -1,4 +1,4 @@
-"""The drafter computes what section 1 of DESIGN.md says: it equals a transcription of the formulas in plain loops."""
+"""The drafter computes what the method says (arXiv 2609.36173): it equals the formulas, written out in plain loops."""
 
 import pytest
 import torch
