@@ -147,3 +147,9 @@ def test_ci_tests_the_oldest_and_the_newest_supported_transformers():
     lines = script.read_text().splitlines()
     assert "make test" in lines and 'make test TRANSFORMERS="$oldest.0"' in lines
     assert "set -euo pipefail" in lines
+
+
+def test_every_document_that_is_named_is_in_the_project():
+    files = list(project_files())
+    named = {name for path, text in text_files() for name in re.findall(r"\b[A-Z][A-Z_]+\.md\b", text)}
+    assert "README.md" in named and named <= {path.name for path in files}
