@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
+from dspine_hf.run_record import RECORD
 from helpers.launch import launcher
 from helpers.tiny_files import random_sequences, save_tiny_target, write_jsonl
 from helpers.training_runs import SHAPES, command, run_command, run_here, saved_losses, torch
@@ -35,6 +36,7 @@ def runs(tmp_path_factory):
 
     run_here(words("one", 4))
     shutil.copytree(folder / "one" / "checkpoint-3", folder / "resumed" / "checkpoint-3")
+    shutil.copy(folder / "one" / RECORD, folder / "resumed")
     run_command(launched(words("two", 2), 2))
     run_command(launched(words("resumed", 2), 2))
     return folder
@@ -51,6 +53,12 @@ def test_resume_with_another_number_of_processes_has_the_same_loss_curve(runs: P
     one, resumed = (load_file(runs / name / "model.safetensors") for name in ("one", "resumed"))
     for name, weight in one.items():
         torch.testing.assert_close(resumed[name], weight, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_a_run_says_how_many_processes_did_which_steps(runs: Path):
+    found = {name: json.loads((runs / name / "training.json").read_text())["procedure"] for name in ("two", "resumed")}
+    assert (found["two"]["hardware"], found["resumed"]["hardware"]) == ("2 x CPU", "CPU; from step 3 on: 2 x CPU")
+    assert found["two"]["steps"] == found["resumed"]["steps"] == "6 of 4 sequences x 4 blocks"
 
 
 def test_processes_share_the_evaluation(runs: Path):

@@ -105,7 +105,7 @@ class Train(Case):
     """Loss curve and weights are those of an undisturbed run; a finished drafter and a complete checkpoint load."""
 
     name = "train"
-    STEPS = 9
+    STEPS = 10
 
     def __init__(self, home: Path):
         super().__init__(home)
