@@ -133,7 +133,7 @@ def head_digest(weight: torch.Tensor) -> str:
     return _short(_bytes(weight[:: max(1, weight.shape[0] // ROWS)]))
 
 
-def weights_digest(module: torch.nn.Module) -> str:
+def start_digest(module: torch.nn.Module) -> str:
     """What tells one drafter's weights from another's: the first numbers of each."""
     return _short(b"".join(_bytes(value.flatten()[:ROWS]) for value in module.state_dict().values()))
 

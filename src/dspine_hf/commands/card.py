@@ -10,7 +10,10 @@ from ..hub import write_card
 
 def run(
     folder: Annotated[
-        Path, typer.Argument(help="Folder of the drafter, with results.json ('dspine eval') and training.json.")
+        Path,
+        typer.Argument(
+            help="Folder of the drafter, with results.json ('dspine eval') and training.json ('dspine train')."
+        ),
     ],
     repo_id: Annotated[
         str, typer.Argument(help="Where it will be published; the snippets name it.", metavar="ORG/NAME")

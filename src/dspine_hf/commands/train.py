@@ -20,7 +20,7 @@ from ..run_record import (
     head_digest,
     name_of,
     rows_digest,
-    weights_digest,
+    start_digest,
 )
 from ..sequences import TokenSequences, load_sequences, split_prompts, token_counts
 from ..sources import check_source
@@ -208,7 +208,7 @@ def start_name(drafter: str, output_dir: str, start: DSpineDraftModel) -> str:
     """What tells the drafter that a run starts from; one in the run's own folder is replaced when the run ends."""
     if Path(drafter).expanduser().resolve() == Path(output_dir).resolve():
         return "that in --output-dir"
-    return f"{name_of(drafter)} ({weights_digest(start)})"
+    return f"{name_of(drafter)} ({start_digest(start)})"
 
 
 def _value(words: list[str], name: str) -> str:
