@@ -135,3 +135,8 @@ def check_weights(folder: Path) -> list[Path]:
                 "Save the drafter again."
             )
     return files
+
+
+def checkpoint_step(folder: str | Path) -> int:
+    """After how many steps the Trainer wrote a checkpoint."""
+    return int(Path(folder).name.rpartition("-")[2])

@@ -219,6 +219,11 @@ class DSpineConfig(PreTrainedConfig):
         return self.injection == "all" or (self.injection == "last" and layer_idx == self.num_hidden_layers - 1)
 
     @classmethod
+    def field_types(cls) -> dict[str, Any]:
+        """The fields that this config has beside those of every config, and their types."""
+        return {name: kind for name, kind in cls.__annotations__.items() if not name.startswith("_")}
+
+    @classmethod
     def for_target(cls, target_config: PreTrainedConfig, **overrides: Any) -> "DSpineConfig":
         """Derive every shape from a decoder-only target's config.
 

@@ -141,9 +141,7 @@ class FastCall:
         if self.options.use_graphs is False:
             return False
         able = graphs.can_record(self.target) or self.options.recorder is not graphs.record
-        able = able and not torch.is_autocast_enabled(
-            self.device.type
-        )  # which frees the weights that it has cast when it ends
+        able = able and not torch.is_autocast_enabled(self.device.type)  # frees the weights that it casts when it ends
         if self.options.use_graphs and not able:
             raise ValueError(
                 "use_graphs=True: expected a target on one CUDA device whose rotary table does not depend on the "

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .fast_target import TargetPasses, compiled_method
-from .fast_tree import BITS, Tree, follow, grow, size
+from .fast_tree import Tree, follow, grow, size
 from .fast_walk import Chain, SeenTokens, walk_batch, warp
 from .generation_dspine import first_slots
 from .layers_dspine import Limits
@@ -266,7 +266,6 @@ class Rounds:
         ops = getattr(self.drafter, "ops", EAGER)
         agreed, tokens, branch = follow(tree, choice, self.max_slots, ops)
         places, positions = self._places(branch.shape[1], columns, first)
-        ops = ops if branch.shape[1] <= 1 + BITS else EAGER  # more columns than the kernel moves
         self.passes.cache.move(places.index[:, :1] + branch, places, ops)
         assert self.context is not None
         self.context.places = places

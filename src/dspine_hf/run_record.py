@@ -99,15 +99,13 @@ class RunRecord:
 
 def curve_options(args: "DSpineTrainingArguments") -> dict[str, Any]:
     """The training arguments that the loss curve depends on, by option; the batch is that of all processes."""
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return {**{f"--{name.replace('_', '-')}": getattr(args, name) for name in CURVE}, BATCH: batch}
+    return {**{f"--{name.replace('_', '-')}": getattr(args, name) for name in CURVE}, BATCH: args.whole_batch}
 
 
 def config_options(config: DSpineConfig) -> dict[str, Any]:
     """The fields of a drafter's config, by option."""
     content = config.to_dict()
-    names = [name for name in DSpineConfig.__annotations__ if not name.startswith("_")]
-    return {f"--config {name}": content.get(name) for name in names}
+    return {f"--config {name}": content.get(name) for name in DSpineConfig.field_types()}
 
 
 def given_options(fields: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from .ops_dspine import EAGER, FusedOps, Ops
 
 FIRST_BUCKET = 512
+MOVED_AT_ONCE = 64  # columns of a row; more of them, and torch's own operations run
 
 
 @dataclass
@@ -162,8 +163,9 @@ class RaggedCache(Cache):
         self._pass.places = places
 
     def move(self, source: torch.Tensor, places: Places, ops: Ops = EAGER) -> None:
-        """Copies columns of every layer, see [`StaticRows.move`]; the fused operations move those of all at once."""
-        if not isinstance(ops, FusedOps):
+        """Copies columns of every layer, see [`StaticRows.move`]; the fused operations move those of all at once, as
+        many as their kernel takes."""
+        if not isinstance(ops, FusedOps) or source.shape[1] > MOVED_AT_ONCE:
             for layer in self.layers:
                 layer.rows.move(source, places)
             return

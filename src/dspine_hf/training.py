@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainingArguments, enable_full_determinism
 
 from .blocks import cut_blocks, sample_anchors
+from .checkpoint import checkpoint_step
 from .features import TargetReader
 from .flops import peak_tflops, step_flops
 from .lora import is_adapted, load_adapter, merged_copy, save_adapter
@@ -87,6 +88,11 @@ class DSpineTrainingArguments(TrainingArguments):
             self._n_gpu = 1  # several GPUs are used through accelerate, one process each
         else:
             self.dataloader_pin_memory = False
+
+    @property
+    def whole_batch(self) -> int:
+        """Sequences of a step: of all processes and accumulated batches."""
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.world_size
 
     @property
     def loss_weights(self) -> LossWeights:
@@ -179,8 +185,7 @@ class DSpineTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset=None):
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        whole = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
-        return WholeBatches(len(dataset), whole, self.args.seed, lambda: self.state.global_step)
+        return WholeBatches(len(dataset), self.args.whole_batch, self.args.seed, lambda: self.state.global_step)
 
     def _run_epoch(self, *args, **kwargs):  # the Trainer would go a step beyond the checkpoint of a finished run
         if self.state.global_step < self.state.max_steps:
@@ -383,11 +388,6 @@ def last_complete_checkpoint(output_dir: str | Path) -> str | None:
         if _is_complete(folder):
             return str(folder)
     return None
-
-
-def checkpoint_step(folder: str | Path) -> int:
-    """After how many steps a checkpoint was written."""
-    return int(Path(folder).name.rpartition("-")[2])
 
 
 def _is_complete(folder: Path) -> bool:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .checkpoint import read_json
+from .checkpoint import checkpoint_step, read_json
 from .embedded import TARGET_HUB_NAME
 from .run_record import name_of
 from .sources import LINES
@@ -92,14 +92,13 @@ def _data(data: str, sequences: int, max_length: int) -> str:
 
 
 def _steps(args: "DSpineTrainingArguments", state: "TrainerState") -> str:
-    batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * args.world_size
-    return f"{state.global_step:,} of {batch:,} sequences x {args.anchors_per_sequence} blocks"
+    return f"{state.global_step:,} of {args.whole_batch:,} sequences x {args.anchors_per_sequence} blocks"
 
 
 def _kept(args: "DSpineTrainingArguments", state: "TrainerState") -> str | None:
     if not args.load_best_model_at_end or state.best_model_checkpoint is None:
         return None
-    step = int(Path(state.best_model_checkpoint).name.rpartition("-")[2])
+    step = checkpoint_step(state.best_model_checkpoint)
     measure = str(args.metric_for_best_model).removeprefix("eval_").replace("_", " ")
     return f"the checkpoint of step {step:,}, the best by {measure} on sequences that were held out"
 

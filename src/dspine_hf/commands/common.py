@@ -222,7 +222,7 @@ def parse_fields(fields: list[str]) -> dict[str, Any]:
     Raises:
         ValueError: a field is not of that form, no field of a DSpineConfig, or its value is of another type.
     """
-    types = {name: kind for name, kind in DSpineConfig.__annotations__.items() if not name.startswith("_")}
+    types = DSpineConfig.field_types()
     values: dict[str, Any] = {}
     for field in fields:
         name, equals, text = field.partition("=")
@@ -239,7 +239,7 @@ def parse_fields(fields: list[str]) -> dict[str, Any]:
             value = json.loads(text)
         except json.JSONDecodeError:
             value = text
-        if not _is_of(value, types[name]):
+        if not any(_is_of(value, member) for member in _members(types[name])):
             raise ValueError(f"expected {_in_words(types[name])} as --config {name}; found '{text}'.")
         values[name] = value
     return values
@@ -261,9 +261,7 @@ def _members(kind: Any) -> tuple[Any, ...]:
 
 
 def _is_of(value: Any, kind: Any) -> bool:
-    """Whether JSON's `value` is of a type as `int`, `float | None` or `list[int]`; a bool is no number."""
-    if isinstance(kind, UnionType):
-        return any(_is_of(value, member) for member in get_args(kind))
+    """Whether JSON's `value` is of a type as `int` or `list[int]`; a bool is no number."""
     if get_origin(kind) is list:
         return isinstance(value, list) and all(_is_of(item, get_args(kind)[0]) for item in value)
     if isinstance(value, bool):

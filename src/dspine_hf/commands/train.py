@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from transformers import enable_full_determinism, set_seed
 
+from ..checkpoint import checkpoint_step
 from ..embedded import TARGET_NAME
 from ..loading import check_drafter, from_hub
 from ..lora import add_lora
@@ -69,14 +70,15 @@ def run(
     resume: Annotated[bool, typer.Option(help="Go on from the newest whole checkpoint in --output-dir.")] = True,
 ) -> None:
     """Train a drafter, or go on with it; stopped at any moment, the same command resumes."""
-    from ..training import DSpineTrainer, checkpoint_step, last_complete_checkpoint
+    from ..training import DSpineTrainer, last_complete_checkpoint
 
     args = parse_arguments(context.args, output_dir, bool(eval_size or eval_data))
     fields = parse_fields(config or [])
     console = Console(stderr=True, quiet=args.process_index > 0)
     # Before anything is multiplied on a GPU: what this sets in the environment is read at the first product alone.
     (enable_full_determinism if args.full_determinism else set_seed)(args.seed)
-    checkpoint = last_complete_checkpoint(output_dir) if resume else None
+    newest = last_complete_checkpoint(output_dir)
+    checkpoint = newest if resume else None
     options = {
         **curve_options(args),
         "--target-dtype": target_dtype.value,
@@ -86,7 +88,7 @@ def run(
         "--thinking": thinking,
     }
     record = RunRecord(Path(output_dir))
-    begun = last_complete_checkpoint(output_dir) or (resume and (Path(output_dir) / "config.json").is_file())
+    begun = newest or (resume and (Path(output_dir) / "config.json").is_file())
     if begun:
         record.check({**options, **given_options(fields)})
     if drafter is not None:
